@@ -1,0 +1,192 @@
+"""Fitting: two passes over a sample of the corpus give every module's eigenbases and eigenvalues.
+
+Pass one sums the covariances of activations and output gradients; pass two measures the Fisher's eigenvalues in their eigenbasis. Both see the
+same targets: drawn from the model by default (the true Fisher), or the data's own (the empirical one).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from tdasearch.capture import Capture
+from tdasearch.curvature import Covariance, LastProduct, ModuleFactors, SquaredGradients, kfac_eigenvalues
+from tdasearch.encoder import Encoder
+from tdasearch.indexer.staging import Staged
+from tdasearch.language_model import Batch, LanguageModel, token_batches, uniforms_for
+from tdasearch.progress import Step, progress
+from tdasearch.store.factors import load_factors, save_factors
+from tdasearch.store.manifest import Manifest, write_manifest
+
+METHODS = ("ekfac", "kfac")
+FISHERS = ("sampled", "empirical")
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """Eigenbases of one module's covariances, with their eigenvalues (largest first)."""
+
+    activation_values: Tensor
+    activation_eigenvectors: Tensor
+    gradient_values: Tensor
+    gradient_eigenvectors: Tensor
+
+
+def fit_or_load(
+    path: Path, manifest: Manifest, staged: Staged, language_model: LanguageModel, *, batch_tokens: int, quiet: bool
+) -> tuple[Manifest, Encoder]:
+    """Fit the encoder and write it down, or load the one that was fitted before.
+
+    Args:
+        path: The index's folder.
+        manifest: What was begun.
+        staged: The staged corpus, for the sample.
+        language_model: The model.
+        batch_tokens: Tokens run at once.
+        quiet: Show no progress.
+
+    Returns:
+        The manifest, which names the encoder now, and the encoder as it is on disk (so that a build that goes on uses the same).
+    """
+    plan = manifest.plan
+    if not manifest.encoder_fingerprint:
+        windows = staged.sample(plan.fit_documents, seed=plan.seed)
+        num_passes = 2 if manifest.method == "ekfac" else 1
+        with progress("fit", total=num_passes * pc.sum(windows["num_tokens"]).as_py(), unit="tok", quiet=quiet) as step:
+            factors = fit_factors(
+                language_model,
+                windows,
+                plan.modules,
+                method=manifest.method,
+                fisher=plan.fisher,
+                damping_scale=plan.damping_scale,
+                seed=plan.seed,
+                batch_tokens=batch_tokens,
+                step=step,
+            )
+        manifest = replace(manifest, encoder_fingerprint=save_factors(path, factors))
+        write_manifest(path, manifest)
+    factors = load_factors(path, fingerprint=manifest.encoder_fingerprint, device=language_model.device)
+    return manifest, Encoder(factors, eigenbasis_share=plan.eigenbasis_share, sketch_dim=plan.sketch_dim, seed=plan.seed)
+
+
+def fit_factors(
+    language_model: LanguageModel,
+    windows: pa.Table,
+    modules: Sequence[str],
+    *,
+    method: str,
+    fisher: str,
+    damping_scale: float,
+    seed: int,
+    batch_tokens: int,
+    step: Step,
+) -> dict[str, ModuleFactors]:
+    """Fit the curvature of every module.
+
+    Args:
+        language_model: The model.
+        windows: The sample, with columns ``token_ids`` and ``is_target``; each window is one example.
+        modules: Names of the covered modules.
+        method: "ekfac" or "kfac".
+        fisher: "sampled" or "empirical".
+        damping_scale: The damping of a module is this times its mean eigenvalue.
+        seed: Of the sampled targets.
+        batch_tokens: Tokens run at once.
+        step: Progress; called with 2 in all for EK-FAC's two passes or 1 for K-FAC, per token.
+
+    Returns:
+        Each module's factors, float32; modules that read one tensor share one activation eigenbasis.
+    """
+
+    batches = _batches(language_model, windows, seed=seed if fisher == "sampled" else None, batch_tokens=batch_tokens)
+    with Capture(language_model.model, modules) as capture:
+        bases, positions_per_example = _fit_bases(capture, language_model, batches, step)
+        if method == "kfac":
+            eigenvalues = {
+                name: kfac_eigenvalues(part.gradient_values, part.activation_values, positions_per_example=positions_per_example)
+                for name, part in bases.items()
+            }
+        else:
+            eigenvalues = _fit_eigenvalues(capture, language_model, batches, bases, step)
+    return {name: _damped(name, bases[name], eigenvalues[name], damping_scale) for name in bases}
+
+
+def _batches(language_model: LanguageModel, windows: pa.Table, *, seed: int | None, batch_tokens: int) -> list[Batch]:
+    token_ids, is_target = windows["token_ids"].to_pylist(), windows["is_target"].to_pylist()
+    batches = []
+    for rows in token_batches([len(ids) for ids in token_ids], batch_tokens=batch_tokens):
+        batch = language_model.batch([token_ids[row] for row in rows], [is_target[row] for row in rows])
+        if seed is not None:
+            uniforms_NT = torch.zeros(batch.is_token.shape, dtype=torch.float64)
+            for position, row in enumerate(rows):
+                uniforms_NT[position, : len(token_ids[row])] = torch.from_numpy(uniforms_for(token_ids[row], seed=seed))
+            batch = replace(batch, uniforms=uniforms_NT.to(language_model.device))
+        batches.append(batch)
+    return batches
+
+
+def _fit_bases(capture: Capture, language_model: LanguageModel, batches: list[Batch], step: Step) -> tuple[dict[str, Bases], float]:
+    activations: dict[str, Covariance] = {}
+    gradients = {name: Covariance() for name in capture.maps}
+    reads: dict[str, str] = {}  # module -> the module whose activation covariance it shares
+    num_positions = num_examples = 0
+    for batch in batches:
+        previous: list[Any] = [None, ""]
+
+        def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor, batch: Batch = batch, previous: list[Any] = previous) -> None:
+            if activations_NTI is not previous[0]:
+                previous[:] = [activations_NTI, name]
+                activations.setdefault(name, Covariance()).add(activations_NTI, batch.is_token)
+            reads[name] = previous[1]
+            gradients[name].add(output_gradients_NTO, batch.is_token)
+
+        capture.backward(partial(language_model.losses, batch), consume)
+        num_positions += int(batch.is_token.sum())
+        num_examples += batch.is_token.shape[0]
+        step(int(batch.is_token.sum()))
+    shared = {name: covariance.eigen() for name, covariance in activations.items()}
+    return {name: Bases(*shared[reads[name]], *gradients[name].eigen()) for name in capture.maps}, num_positions / num_examples
+
+
+def _fit_eigenvalues(
+    capture: Capture, language_model: LanguageModel, batches: list[Batch], bases: dict[str, Bases], step: Step
+) -> dict[str, Tensor]:
+    squares = {name: SquaredGradients() for name in capture.maps}
+    for batch in batches:
+        product = LastProduct()
+
+        def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor, product: LastProduct = product) -> None:
+            part = bases[name]
+            rotated_NTI = product(activations_NTI, part.activation_eigenvectors)
+            squares[name].add(rotated_NTI, output_gradients_NTO.to(rotated_NTI) @ part.gradient_eigenvectors)
+
+        capture.backward(partial(language_model.losses, batch), consume)
+        step(int(batch.is_token.sum()))
+    return {name: part.eigenvalues() for name, part in squares.items()}
+
+
+def _damped(name: str, bases: Bases, eigenvalues: Tensor, damping_scale: float) -> ModuleFactors:
+    damping = damping_scale * float(eigenvalues.mean())
+    if damping == 0.0:
+        warnings.warn(
+            f"module {name!r}: the sample's gradients are all zero there, so it has no curvature and will not count; fit on more "
+            "documents (--fit-documents) or choose other modules (--modules)",
+            stacklevel=2,
+        )
+    return ModuleFactors(
+        activation_eigenvectors=bases.activation_eigenvectors,
+        gradient_eigenvectors=bases.gradient_eigenvectors,
+        eigenvalues=eigenvalues.to(bases.gradient_eigenvectors.dtype),
+        damping=damping,
+    )
+

@@ -1,0 +1,100 @@
+"""Candidates: the rows that a query looks at. All of them, or a shortlist from the codes at each end of the ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tdasearch.encoder import Query
+
+if TYPE_CHECKING:
+    from tdasearch.index import Index
+    from tdasearch.query.queries import SearchOptions
+    from tdasearch.store.documents import Snapshot
+
+_COLUMNS = ["document_id", "token_ids", "is_target"]
+_BATCH_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A batch of rows and the queries that look at them. Legend: N rows, Q queries.
+
+    Attributes:
+        rows: ``document_id``, ``token_ids`` and ``is_target`` of each row.
+        row_ids: [N] their places in the table.
+        wanted_QN: Whether query q looks at row n.
+        code_scores_QN: Scores read off the codes, final; None where the rows are to be scored exactly.
+    """
+
+    rows: pa.Table
+    row_ids: NDArray[np.int64]
+    wanted_QN: NDArray[np.bool_]
+    code_scores_QN: NDArray[np.float64] | None
+
+
+def candidates(
+    index: Index, snapshot: Snapshot, queries: Sequence[Query], allowed: NDArray[np.int64] | None, options: SearchOptions
+) -> Iterator[Candidates]:
+    """Find the rows that the queries have to look at.
+
+    Args:
+        index: The opened index.
+        snapshot: One version of its table.
+        queries: The queries, encoded.
+        allowed: Row ids that the filter lets through; None lets all through.
+        options: How to search.
+
+    Yields:
+        Batches of rows, in bounded memory.
+    """
+    if options.rescore == "all":
+        yield from _everything(snapshot, len(queries), options.where)
+    elif allowed is None or allowed.size:
+        yield from _shortlists(index, snapshot, queries, allowed, options)
+
+
+def _everything(snapshot: Snapshot, num_queries: int, where: str | None) -> Iterator[Candidates]:
+    for rows in snapshot.batches(_COLUMNS, where=where, batch_rows=_BATCH_ROWS):
+        yield Candidates(rows, rows["_rowid"].to_numpy().astype(np.int64), np.ones((num_queries, rows.num_rows), bool), None)
+
+
+def _shortlists(
+    index: Index, snapshot: Snapshot, queries: Sequence[Query], allowed: NDArray[np.int64] | None, options: SearchOptions
+) -> Iterator[Candidates]:
+    num_exact = int(options.rescore)
+    exact: list[NDArray[np.int64]] = []
+    for position, query in enumerate(queries):
+        found = [_shortlist(index, snapshot, query, sign, allowed, options) for sign in options.signs]
+        exact.append(np.unique(np.concatenate([row_ids[:num_exact] for row_ids, _ in found])))
+        for row_ids, scores in found:
+            rest = row_ids[num_exact:]
+            wanted_QN = np.zeros((len(queries), rest.size), bool)
+            wanted_QN[position] = True
+            yield Candidates(snapshot.take(rest, _COLUMNS), rest, wanted_QN, np.tile(scores[num_exact:], (len(queries), 1)))
+    together = np.unique(np.concatenate(exact))
+    for start in range(0, together.size, _BATCH_ROWS):
+        row_ids = together[start : start + _BATCH_ROWS]
+        wanted_QN = np.stack([np.isin(row_ids, own) for own in exact])
+        yield Candidates(snapshot.take(row_ids, _COLUMNS), row_ids, wanted_QN, None)
+
+
+def _shortlist(
+    index: Index, snapshot: Snapshot, query: Query, sign: int, allowed: NDArray[np.int64] | None, options: SearchOptions
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Row ids and code scores, best first: as many as are rescored, and enough for k documents."""
+    ann = index.ann(snapshot, score=options.score)
+    vector_D = query.vector_D.cpu().numpy()
+    if options.score == "cosine" and query.kept_self_influence > 0:
+        vector_D = vector_D / np.sqrt(query.kept_self_influence)
+    size = max(int(options.rescore), options.k)
+    while True:
+        scores, row_ids = (found[0] for found in ann.search(sign * vector_D[None], size, row_ids=allowed))
+        if len(row_ids) < size or len(set(snapshot.take(row_ids, ["document_id"])["document_id"].to_pylist())) >= options.k:
+            return row_ids, sign * scores.astype(np.float64)
+        size *= 2  # several windows of one document are among them

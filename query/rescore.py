@@ -1,0 +1,116 @@
+"""Exact rescoring: fresh gradients of candidate windows against the uncompressed, preconditioned gradients of the queries.
+
+Legend: N windows, T positions, I inputs, O outputs, Q queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tdasearch.capture import Capture, module_gradients
+from tdasearch.encoder import Query
+from tdasearch.language_model import LanguageModel, token_batches
+
+if TYPE_CHECKING:
+    from tdasearch.index import Index
+    from tdasearch.query.queries import SearchOptions
+
+_CHUNK_BYTES = 1 << 28
+"""Bound on the weight gradients that are formed at once."""
+
+
+class Rescorer:
+    """Scores windows exactly against a few queries.
+
+    Args:
+        index: The opened index.
+        capture: Its entered capture.
+        queries: The queries.
+        options: The kind of score, and how many tokens to run at once.
+    """
+
+    def __init__(self, index: Index, capture: Capture, queries: Sequence[Query], options: SearchOptions) -> None:
+        self._language_model = index.language_model
+        self._encoder = index.encoder
+        self._capture = capture
+        self._batch_tokens = options.batch_tokens
+        self._cosine = options.score == "cosine"
+        self._num_queries = len(queries)
+        self._preconditioned = {name: torch.stack([query.preconditioned[name] for query in queries]) for name in capture.maps}
+        self._query_norms_Q = np.sqrt([query.self_influence for query in queries])
+
+    def score(self, rows: pa.Table) -> NDArray[np.float64]:
+        """Score windows.
+
+        Args:
+            rows: Their ``token_ids`` and ``is_target``.
+
+        Returns:
+            [Q, N] ``g_q^T (F + damping)^-1 g_n``; for cosine, divided by the root of both sides' exact self-influence.
+        """
+        token_ids, is_target = rows["token_ids"].to_pylist(), rows["is_target"].to_pylist()
+        scores_QN = np.zeros((self._num_queries, len(token_ids)))
+        for part in token_batches([len(ids) for ids in token_ids], batch_tokens=self._batch_tokens):
+            batch = self._language_model.batch([token_ids[row] for row in part], [is_target[row] for row in part])
+            scores = torch.zeros(len(part), self._num_queries, dtype=torch.float64, device=self._language_model.device)
+            norms = torch.zeros(len(part), dtype=torch.float64, device=self._language_model.device)
+            self._capture.backward(partial(self._language_model.losses, batch), partial(self._consume, scores, norms))
+            scores_QN[:, part] = scores.T.cpu().numpy()
+            if self._cosine:
+                scores_QN[:, part] /= np.outer(self._query_norms_Q, norms.sqrt().cpu().numpy())
+        return scores_QN
+
+    def _consume(self, scores: Tensor, norms: Tensor, name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
+        preconditioned_QOI = self._preconditioned[name].to(activations_NTI)
+        if self._num_queries == 1 and not self._cosine:
+            # sum_t g_t^T P a_t costs what forming the weight gradient would, and needs no memory for it.
+            scores[:, 0] += contributions(activations_NTI, output_gradients_NTO, preconditioned_QOI[0]).sum(1)
+            return
+        flat_QX = preconditioned_QOI.flatten(1)
+        factors = self._encoder.factors[name]
+        rows_at_once = max(1, _CHUNK_BYTES // (flat_QX.shape[1] * flat_QX.element_size()))
+        for part in torch.arange(activations_NTI.shape[0]).split(rows_at_once):
+            gradient_NOI = module_gradients(activations_NTI[part], output_gradients_NTO[part])
+            scores[part] += gradient_NOI.flatten(1) @ flat_QX.T
+            if self._cosine:
+                norms[part] += (factors.rotate(gradient_NOI.to(self._encoder.dtype)) * factors.inverse_sqrt()).square().sum((1, 2))
+
+
+def contributions(activations_NTI: Tensor, output_gradients_NTO: Tensor, preconditioned_OI: Tensor) -> Tensor:
+    """Each position's share of the score through one module: ``g_t^T P a_t`` [N, T]; they sum to the module's score."""
+    return ((output_gradients_NTO @ preconditioned_OI) * activations_NTI).sum(2)
+
+
+def position_contributions(
+    language_model: LanguageModel, capture: Capture, query: Query, token_ids: Sequence[int], is_target: Sequence[bool]
+) -> NDArray[np.float64]:
+    """Split a window's exact score over its positions.
+
+    Args:
+        language_model: The model.
+        capture: Its entered capture.
+        query: The query.
+        token_ids: [T] the window.
+        is_target: [T] which of its tokens the loss is taken on.
+
+    Returns:
+        [T] float64; position t is the place where the model read token t (and predicted token t + 1). They sum to the score.
+    """
+    sums: list[Tensor] = []
+
+    def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
+        preconditioned_OI = query.preconditioned[name].to(activations_NTI)
+        sums.append(contributions(activations_NTI, output_gradients_NTO, preconditioned_OI)[0].double())
+
+    batch = language_model.batch([token_ids], [is_target])
+    capture.backward(partial(language_model.losses, batch), consume)
+    total: Tensor = torch.stack(sums).sum(0)
+    return total.cpu().numpy()

@@ -1,0 +1,5 @@
+"""``python -m tdasearch``."""
+
+from tdasearch.cli import main
+
+main()

@@ -1,0 +1,234 @@
+"""The command line: a thin skin over the library, same verbs. A table on a terminal, one JSON object a line when piped.
+
+Nothing heavy is imported here at the top, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from tdasearch.errors import TdasearchError, UsageError
+
+
+class _Failure(click.ClickException):
+    """A library error as one line; exit status 2 for a wrong request, 1 for everything else."""
+
+    def __init__(self, error: TdasearchError) -> None:
+        super().__init__(" ".join(str(error).split()))
+        self.exit_code = 2 if isinstance(error, UsageError) else 1
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TdasearchError as error:
+            raise _Failure(error) from error
+        except KeyboardInterrupt:
+            click.echo("Stopped. What was committed is kept; run the same command again to go on.", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="tdasearch")
+def main() -> None:
+    """Which training documents made the model say that?"""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def apply(command: Any) -> Any:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+_corpus_options = _options(
+    click.option("--id-field", default="id", show_default=True, help="Field with the document's id; missing: a hash of its content."),
+    click.option("--text-field", default="text", show_default=True, help="Field with the text."),
+    click.option("--prompt-field", default="prompt", show_default=True, help="Field with a prompt, which is context only."),
+    click.option("--completion-field", default="completion", show_default=True, help="Field with the completion that the loss is taken on."),
+    click.option("--messages-field", default="messages", show_default=True, help="Field with a conversation."),
+    click.option("--strict", is_flag=True, help="Stop at the first bad row instead of reporting it."),
+)
+_quiet_option = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+_device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
+_json_option = click.option("--json", "as_json", is_flag=True, help="JSON even on a terminal.")
+
+
+def _number_or_all(_: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == "all":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"expected a number or 'all', found {value!r}", param=parameter) from None
+
+
+@main.command()
+@click.argument("corpus")
+@click.option("--model", required=True, help="Hub id or folder of the causal language model.")
+@click.option("--index", "path", required=True, help="Folder of the new index.")
+@click.option("--method", default="ekfac", show_default=True, help="ekfac or kfac.")
+@click.option("--budget", default="1KB", show_default=True, help="Bytes a document (a row of the index).")
+@click.option("--code", default="1bit", show_default=True, help="1bit, fp16 or fp32.")
+@click.option("--modules", multiple=True, metavar="PATTERN", help="Cover modules of this name, such as '*.mlp.*'; may be given again.")
+@click.option("--blocks", metavar="RANGE", help="Cover these transformer blocks: 22:30, -8:, 3. [default: all]")
+@click.option("--eigenbasis-share", default=0.25, show_default=True, help="Share of each eigenbasis that is kept.")
+@click.option("--window", "window_tokens", type=int, help="Longest run of tokens that is one row. [default: 1024, or the context]")
+@click.option("--stride", type=int, help="Tokens from one window to the next. [default: 7/8 of the window]")
+@click.option("--max-windows", type=int, help="At most so many windows a document; cut documents are counted.")
+@click.option("--fisher", default="sampled", show_default=True, help="Targets of the factors: sampled or empirical.")
+@click.option("--fit-documents", callback=_number_or_all, metavar="N|all", help="Documents to fit on. [default: 1/20, 1000 to 20000]")
+@click.option("--damping-scale", default=0.1, show_default=True, help="Damping, in mean eigenvalues of the module.")
+@click.option("--seed", default=0, show_default=True, help="Of the sample, the sampled targets and the sketch.")
+@click.option("--shard-documents", default=256, show_default=True, help="Documents written in one commit.")
+@click.option("--batch-tokens", default=2048, show_default=True, help="Tokens run at once.")
+@click.option("--dtype", default="float32", show_default=True, help="Type of the weights.")
+@_device_option
+@_corpus_options
+@_quiet_option
+def build(
+    corpus: str,
+    model: str,
+    path: str,
+    modules: tuple[str, ...],
+    id_field: str,
+    text_field: str,
+    prompt_field: str,
+    completion_field: str,
+    messages_field: str,
+    **options: Any,
+) -> None:
+    """Build an index over CORPUS: a JSONL, Parquet or CSV file, or a folder of them or of .txt and .md files.
+
+    A build that was stopped goes on when the same command is run again.
+    """
+    from tdasearch.api import build_index
+
+    fields = _fields(id_field, text_field, prompt_field, completion_field, messages_field)
+    index = build_index(corpus, model=model, path=path, modules=modules, fields=fields, **options)
+    _after_writing(index.info(), path, quiet=options["quiet"])
+
+
+@main.command()
+@click.argument("path")
+@click.argument("corpus")
+@_device_option
+@_corpus_options
+@_quiet_option
+def add(
+    path: str,
+    corpus: str,
+    device: str,
+    id_field: str,
+    text_field: str,
+    prompt_field: str,
+    completion_field: str,
+    messages_field: str,
+    strict: bool,
+    quiet: bool,
+) -> None:
+    """Add the documents of CORPUS to the index PATH; those it holds already are not added twice."""
+    from tdasearch.api import open_index
+
+    index = open_index(path, device=device)
+    index.add(corpus, fields=_fields(id_field, text_field, prompt_field, completion_field, messages_field), strict=strict, quiet=quiet)
+    _after_writing(index.info(), path, quiet=quiet)
+
+
+@main.command()
+@click.argument("path")
+@click.option("--prompt", default="", help="The text before the output: context only.")
+@click.option("--completion", required=True, help="The output to explain; usually begins with a space.")
+@click.option("-k", "k", default=10, show_default=True, help="Documents wanted.")
+@click.option("--where", help="SQL filter on the metadata, such as \"source = 'wiki'\".")
+@click.option("--rescore", default="200", show_default=True, callback=_number_or_all, metavar="N|all|0", help="Windows to score exactly.")
+@click.option("--opponents", is_flag=True, help="The other end: documents that speak against the output.")
+@click.option("--score", default="influence", show_default=True, help="influence or cosine.")
+@_device_option
+@_json_option
+def search(
+    path: str,
+    prompt: str,
+    completion: str,
+    k: int,
+    where: str | None,
+    rescore: int | str,
+    opponents: bool,
+    score: str,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Find the documents in the index PATH that made the model say COMPLETION after PROMPT."""
+    from tdasearch.api import open_index
+
+    index = open_index(path, device=device)
+    hits = index.search(prompt, completion, k=k, where=where, rescore=rescore, score=score, opponents=opponents)
+    rows = [asdict(hit) for hit in (hits.opponents if opponents else hits.proponents)]
+    if as_json or not sys.stdout.isatty():
+        _print_json(rows)
+        return
+    from tdasearch.tables import print_hits
+
+    print_hits(rows, title="Opponents" if opponents else "Proponents", loss=hits.loss, num_targets=hits.num_targets)
+
+
+@main.command()
+@click.argument("path")
+@_json_option
+def info(path: str, as_json: bool) -> None:
+    """Describe the index PATH: what it holds, how it was made, what it covers."""
+    from tdasearch.api import open_index
+
+    described = open_index(path).info()
+    if as_json or not sys.stdout.isatty():
+        _print_json([described])
+        return
+    from tdasearch.tables import print_info
+
+    print_info(described)
+
+
+@main.command()
+@click.option("--folder", default="tdasearch-demo", show_default=True, help="Where the model, the corpus and the index go.")
+@click.option("--seed", default=0, show_default=True, help="Of the altered facts.")
+@_quiet_option
+def demo(folder: str, seed: int, quiet: bool) -> None:
+    """Alter facts in a real corpus, train a real model on it, and trace what it then says back to the altered documents."""
+    from tdasearch.demo.run import run
+
+    run(folder, seed=seed, quiet=quiet)
+
+
+def _fields(document_id: str, text: str, prompt: str, completion: str, messages: str) -> Any:
+    from tdasearch.indexer.readers import Fields
+
+    return Fields(document_id=document_id, text=text, prompt=prompt, completion=completion, messages=messages)
+
+
+def _print_json(rows: Iterable[Mapping[str, Any]]) -> None:
+    for row in rows:
+        click.echo(json.dumps(row, ensure_ascii=False, allow_nan=False))
+
+
+def _after_writing(described: Mapping[str, Any], path: str, *, quiet: bool) -> None:
+    if quiet:
+        return
+    skipped = f", {described['skipped']} rows skipped (see {described['skipped_path']})" if described["skipped"] else ""
+    click.echo(
+        f"{path}: {described['documents']} documents in {described['windows']} windows, {described['bytes_per_document']} bytes each"
+        f"{skipped}.\nAsk it: tdasearch search {path} --prompt '...' --completion ' ...'",
+        err=True,
+    )

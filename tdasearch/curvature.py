@@ -1,0 +1,144 @@
+"""Curvature of the loss, factored: covariances, their eigenbases, and the eigenvalues of the Fisher in them.
+
+Mathematics only, on the canonical layout of ``capture``. K-FAC (Martens and Grosse 2015, arXiv 1503.05671) takes the Fisher of a module
+as the Kronecker product of the covariance A of its activations and the covariance S of its output gradients; EK-FAC (George et al. 2018,
+arXiv 1806.03884) keeps the eigenbasis of that product and measures the eigenvalues in it.
+
+Legend: N examples, T positions, I inputs (bias column included), O outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tdasearch.capture import module_gradients
+
+
+class Covariance:
+    """The uncentred covariance ``mean_t x_t x_t^T`` of vectors that come in batches, summed in float64."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._num_positions = 0
+        self._dtype = torch.float32
+
+    def add(self, vectors_NTX: Tensor, is_token_NT: Tensor) -> None:
+        """Add the vectors at the positions that are not padding.
+
+        Args:
+            vectors_NTX: [N, T, X].
+            is_token_NT: [N, T] bool, False on padding.
+        """
+        self._dtype = torch.promote_types(vectors_NTX.dtype, torch.float32)
+        vectors = vectors_NTX[is_token_NT].to(self._dtype)
+        product = (vectors.T @ vectors).to(torch.float64)
+        self._sum = product if self._sum is None else self._sum.add_(product)
+        self._num_positions += vectors.shape[0]
+
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """Decompose the covariance.
+
+        Returns:
+            Eigenvalues [X] float64, largest first, clamped at 0 (a rank-deficient covariance has slightly negative ones), and
+            eigenvectors [X, X] as columns, in the vectors' type or float32 if that is narrower.
+        """
+        assert self._sum is not None
+        values, vectors = torch.linalg.eigh(self._sum / self._num_positions)
+        return values.flip(0).clamp_min_(0.0), vectors.flip(1).to(self._dtype)
+
+
+class LastProduct:
+    """Multiplies activations by their eigenvectors, once for all modules that read one tensor.
+
+    Capture hands such modules the same activations object, and they share one eigenvector tensor; q, k and v come one after another.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __call__(self, activations_NTI: Tensor, eigenvectors_IR: Tensor) -> Tensor:
+        """Return ``activations_NTI @ eigenvectors_IR`` [N, T, R] in the eigenvectors' type."""
+        if self._last is None or self._last[0] is not activations_NTI or self._last[1] is not eigenvectors_IR:
+            product = activations_NTI.to(eigenvectors_IR.dtype) @ eigenvectors_IR
+            self._last = (activations_NTI, eigenvectors_IR, product)
+        return self._last[2]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFactors:
+    """The Fisher of one module, ``(U_S x U_A) diag(eigenvalues) (U_S x U_A)^T``, and its damped inverse.
+
+    Attributes:
+        activation_eigenvectors: U_A [I, I], columns by falling eigenvalue of the activation covariance.
+        gradient_eigenvectors: U_S [O, O], columns by falling eigenvalue of the gradient covariance.
+        eigenvalues: [O, I], of the Fisher of the summed loss, per example.
+        damping: Added to every eigenvalue; absolute, in the eigenvalues' unit.
+    """
+
+    activation_eigenvectors: Tensor
+    gradient_eigenvectors: Tensor
+    eigenvalues: Tensor
+    damping: float
+
+    def rotate(self, gradient_OI: Tensor) -> Tensor:
+        """Bring a gradient (or a batch [N, O, I] of them) into the eigenbasis: ``U_S^T G U_A``."""
+        return self.gradient_eigenvectors.T @ gradient_OI @ self.activation_eigenvectors
+
+    def rotate_back(self, rotated_OI: Tensor) -> Tensor:
+        """Undo ``rotate``."""
+        return self.gradient_eigenvectors @ rotated_OI @ self.activation_eigenvectors.T
+
+    def inverse_sqrt(self) -> Tensor:
+        """Return ``(eigenvalues + damping)^-1/2`` [O, I]; 0 where both are 0, as no gradient was ever seen there."""
+        damped = self.eigenvalues + self.damping
+        return torch.where(damped > 0, damped.rsqrt(), torch.zeros_like(damped))
+
+    def precondition(self, gradient_OI: Tensor) -> Tensor:
+        """Return ``(F + damping)^-1 G`` [O, I], exact and untruncated."""
+        return self.rotate_back(self.rotate(gradient_OI) * self.inverse_sqrt().square())
+
+
+class SquaredGradients:
+    """EK-FAC eigenvalues of one module: the mean over examples of the squared gradient in the eigenbasis (George et al., eq. 8)."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._num_examples = 0
+
+    def add(self, rotated_activations_NTI: Tensor, rotated_gradients_NTO: Tensor, *, chunk_bytes: int = 1 << 28) -> None:
+        """Add a batch of examples whose factors were rotated already.
+
+        Args:
+            rotated_activations_NTI: [N, T, I], times U_A.
+            rotated_gradients_NTO: [N, T, O], times U_S.
+            chunk_bytes: Bound on the memory for the gradients formed at once.
+        """
+        num_examples, _, in_dim = rotated_activations_NTI.shape
+        bytes_each = in_dim * rotated_gradients_NTO.shape[2] * rotated_activations_NTI.element_size()
+        for part in torch.arange(num_examples).split(max(1, chunk_bytes // bytes_each)):
+            squares = module_gradients(rotated_activations_NTI[part], rotated_gradients_NTO[part]).square_().sum(0)
+            self._sum = squares.double() if self._sum is None else self._sum.add_(squares)
+        self._num_examples += num_examples
+
+    def eigenvalues(self) -> Tensor:
+        """Return the mean of the squares, [O, I] float64."""
+        assert self._sum is not None
+        return self._sum / self._num_examples
+
+
+def kfac_eigenvalues(gradient_values_O: Tensor, activation_values_I: Tensor, *, positions_per_example: float) -> Tensor:
+    """K-FAC's eigenvalues, in the unit of EK-FAC's (the summed loss of an example).
+
+    Args:
+        gradient_values_O: Eigenvalues of the gradient covariance, [O], a position.
+        activation_values_I: Eigenvalues of the activation covariance, [I], a position.
+        positions_per_example: Mean number of positions; positions are taken as independent, so an example's Fisher is that many times a
+            position's.
+
+    Returns:
+        [O, I], the outer product in that unit.
+    """
+    return torch.outer(gradient_values_O, activation_values_I) * positions_per_example

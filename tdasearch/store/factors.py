@@ -1,0 +1,95 @@
+"""The fitted factors on disk: ``encoder.safetensors``, written whole, and named by its SHA-256.
+
+Eigenvectors of activations that several modules read are stored once. No pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tdasearch.curvature import ModuleFactors
+from tdasearch.errors import StoreError
+
+FILE_NAME = "encoder.safetensors"
+
+
+def save_factors(index_path: Path, factors: Mapping[str, ModuleFactors]) -> str:
+    """Write the factors (temporary file, fsync, rename).
+
+    Args:
+        index_path: The index's folder.
+        factors: Each module's factors.
+
+    Returns:
+        The file's SHA-256: the encoder's fingerprint.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    shared: dict[int, str] = {}
+    readers: dict[str, str] = {}
+    for name, part in factors.items():
+        readers[name] = shared.setdefault(id(part.activation_eigenvectors), name)
+        tensors[f"{readers[name]}/activation_eigenvectors"] = part.activation_eigenvectors
+        tensors[f"{name}/gradient_eigenvectors"] = part.gradient_eigenvectors
+        tensors[f"{name}/eigenvalues"] = part.eigenvalues
+        tensors[f"{name}/damping"] = torch.tensor(part.damping, dtype=torch.float64)
+    temporary = index_path / f".{FILE_NAME}.tmp"
+    save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, temporary, {"readers": json.dumps(readers)})
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, index_path / FILE_NAME)
+    return factors_fingerprint(index_path)
+
+
+def factors_fingerprint(index_path: Path) -> str:
+    """SHA-256 of the factors' file; "" if there is none."""
+    path = index_path / FILE_NAME
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_factors(index_path: Path, *, fingerprint: str, device: torch.device | str = "cpu") -> dict[str, ModuleFactors]:
+    """Read the factors back.
+
+    Args:
+        index_path: The index's folder.
+        fingerprint: The SHA-256 that the manifest names.
+        device: Where to put them.
+
+    Returns:
+        Each module's factors; modules that read one tensor share one eigenvector tensor.
+
+    Raises:
+        StoreError: The file is missing, damaged, or not the one that the manifest names.
+    """
+    path = index_path / FILE_NAME
+    found = factors_fingerprint(index_path)
+    if found != fingerprint:
+        raise StoreError(
+            f"{path}: expected SHA-256 {fingerprint[:16]}..., found {found[:16] + '...' if found else 'no such file'}; "
+            "the codes of this index belong to the factors it was built with: restore the file from a copy, or build again"
+        )
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            readers: dict[str, str] = json.loads(file.metadata()["readers"])
+            activation_eigenvectors = {leader: file.get_tensor(f"{leader}/activation_eigenvectors") for leader in set(readers.values())}
+            return {
+                name: ModuleFactors(
+                    activation_eigenvectors=activation_eigenvectors[leader],
+                    gradient_eigenvectors=file.get_tensor(f"{name}/gradient_eigenvectors"),
+                    eigenvalues=file.get_tensor(f"{name}/eigenvalues"),
+                    damping=float(file.get_tensor(f"{name}/damping")),
+                )
+                for name, leader in readers.items()
+            }
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: not a file of factors: {error}; build the index again") from error

@@ -1,0 +1,67 @@
+"""Tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def print_hits(rows: Sequence[Mapping[str, Any]], *, title: str, loss: float, num_targets: int) -> None:
+    """Print search rows.
+
+    Args:
+        rows: As ``tdasearch search --json`` prints them.
+        title: Which end of the ranking.
+        loss: The query's loss, nats.
+        num_targets: The query's target tokens.
+    """
+    console = Console()
+    if not rows:
+        console.print("No document passes the filter.")
+        return
+    exact = sum(bool(row["rescored"]) for row in rows)
+    table = Table(title=title, caption=f"query loss {loss:.3f} nats over {num_targets} tokens; {exact} of {len(rows)} scores exact")
+    for column, justify in (("#", "right"), ("score", "right"), ("document", "left"), ("metadata", "left"), ("text", "left")):
+        table.add_column(column, justify=justify, overflow="fold" if column != "text" else "ellipsis")  # type: ignore[arg-type]
+    for row in rows:
+        document = str(row["document_id"])
+        if row["num_windows"] > 1:
+            document += f"\nwindow {row['window'] + 1} of {row['num_windows']}"
+        metadata = "\n".join(f"{key}={value}" for key, value in row["metadata"].items())
+        cells = (str(row["rank"]), f"{row['score']:.4g}", document, metadata, snippet(row["text"]))
+        table.add_row(*(Text(cell) for cell in cells))  # Text: what documents contain is never read as markup
+    console.print(table)
+
+
+def print_info(described: Mapping[str, Any]) -> None:
+    """Print what an index says of itself.
+
+    Args:
+        described: As ``Index.info`` returns it.
+    """
+    plan = described["plan"]
+    rows = {
+        "documents": f"{described['documents']:,} in {described['windows']:,} windows, {described['tokens']:,} tokens read",
+        "state": described["state"],
+        "bytes a document": f"{described['bytes_per_document']:,} ({plan['code']}, {plan['sketch_dim']:,} dimensions)",
+        "method": f"{described['method']}, {plan['fisher']} Fisher fitted on {plan['fit_documents']:,} documents, damping x {plan['damping_scale']}",
+        "covers": f"{described['covered_parameters']:,} parameters in {len(plan['modules'])} modules ({described['covered_share']:.1%} of the model)",
+        "model": f"{described['model']['source'] or '(given in memory)'}, {described['model']['dtype']}",
+        "windows of": f"{plan['window_tokens']} tokens, every {plan['stride']}",
+        "not indexed": f"{described['skipped']} rows skipped, {described['duplicates']} duplicates, {described['truncated']} documents cut",
+        "filter columns": ", ".join(described["columns"].values()) or "(none)",
+    }
+    table = Table(title=str(described["path"]), show_header=False)
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
+    Console().print(table)
+
+
+def snippet(text: str, *, characters: int = 240) -> str:
+    """Return the beginning of a text on one line, with a mark where it was cut."""
+    line = " ".join(text.split())
+    return line if len(line) <= characters else line[: characters - 3] + "..."

@@ -1,0 +1,18 @@
+"""What holds for every test: nothing is fetched, and tests marked gpu skip without one."""
+
+import os
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_collection_modifyitems(items):
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
