@@ -116,7 +116,7 @@ def stage_corpus(
             path=path / STAGING,
             shard_documents=shard_documents,
             first_shard=first_shard,
-            known_ids=known,
+            known=known,
             strict=strict,
             progress=step,
         )

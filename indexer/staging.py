@@ -49,8 +49,7 @@ class Staged:
         num_tokens: Tokens in the windows.
         num_characters: Characters of the documents' texts.
         num_skipped: Rows that are no usable document, or whose id another document has.
-        num_duplicates: Documents left out because their like was there: the same id and content in the corpus, or the id in
-            the index.
+        num_duplicates: Documents left out because their like was there, in the corpus or in the index: the same id and content.
         num_truncated: Documents of which ``max_windows`` left targets out.
         metadata_schema: SQL column of each metadata field, by the field's name, in the order first seen.
         digest: XXH3 of 128 bits over all rows in their order, in hexadecimal.
@@ -140,14 +139,14 @@ def stage(
     path: Path,
     shard_documents: int,
     first_shard: int = 0,
-    known_ids: Iterable[str] = (),
+    known: Iterable[tuple[str, str]] = (),
     strict: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Staged:
     """Read a corpus once and write its windows, shard by shard.
 
-    Of documents with one id the first is kept. Another of the same content is a duplicate (also if its metadata differs), as is
-    one whose id is in the index, whatever its content; one of other content is a clash and skipped. All are listed.
+    Of documents with one id the first is kept, and one that is in the index before all. Another of the same content is a duplicate
+    (also if its metadata differs); one of other content is a clash and skipped. Both are listed.
 
     Args:
         corpus: As for ``read_corpus``.
@@ -159,7 +158,7 @@ def stage(
         path: Folder to write, made if missing; an earlier staging in it is replaced.
         shard_documents: Documents in a shard; the last may have fewer.
         first_shard: Number of the first shard.
-        known_ids: Ids of the documents that are in the index.
+        known: Id and content hash of the documents that are in the index.
         strict: Stop at the first row that is skipped. Duplicates do not count.
         progress: Called with the number of characters just staged.
 
@@ -179,19 +178,20 @@ def stage(
     tally = _Tally()
     with (
         StagingWriter(path, shard_documents=shard_documents, first_shard=first_shard) as writer,
-        ClaimedIds(path / "ids.sqlite", known_ids=known_ids) as ids,
+        ClaimedIds(path / "ids.sqlite", known=known) as ids,
     ):
         for item in _tokenised(items, tokenizer):
             if isinstance(item, SkippedRow):
                 tally.skip(item, writer, strict=strict)
                 continue
             document, tokens = item
-            owner = ids.claim(document.document_id, Claim(content_hash(document.content), document.origin))
+            claim = Claim(content_hash(document.content), document.origin)
+            owner = ids.claim(document.document_id, claim)
             if owner is not None:
-                tally.repeat(document, owner, writer, strict=strict)
+                tally.repeat(document, claim, owner, writer, strict=strict)
                 continue
             cut = windows(tokens, window_tokens=window_tokens, stride=stride, max_windows=max_windows)
-            writer.add(document, tokens.text, cut)
+            writer.add(document, tokens.text, cut, content_hash=claim.content)
             tally.add(document, tokens, cut)
             if progress is not None:
                 progress(len(tokens.text))
@@ -225,7 +225,7 @@ class _Tally:
     def add(self, document: Document, tokens: Tokenised, cut: Sequence[Window]) -> None:
         self.metadata.see(document.metadata)
         self.num_characters += len(tokens.text)
-        self.num_truncated += sum(sum(window.is_target) for window in cut) < tokens.is_target.sum()
+        self.num_truncated += int(sum(sum(window.is_target) for window in cut) < tokens.is_target.sum())
 
     def skip(self, row: SkippedRow, writer: StagingWriter, *, strict: bool) -> None:
         if strict:
@@ -235,17 +235,13 @@ class _Tally:
         if len(self._first_skipped) < _REASONS_SHOWN:
             self._first_skipped.append(row)
 
-    def repeat(self, document: Document, owner: Claim, writer: StagingWriter, *, strict: bool) -> None:
+    def repeat(self, document: Document, claim: Claim, owner: Claim, writer: StagingWriter, *, strict: bool) -> None:
         name = f"the id {document.document_id!r}"
-        if not owner.origin:
-            reason = f"{name} is in the index already (contents are not compared; delete it there first to replace it)"
-        elif owner.content == content_hash(document.content):
-            reason = f"duplicate: {name} and its content are those of {owner.origin}, which is kept with its metadata"
-        else:
-            row = SkippedRow(document.origin, f"{name} is that of {owner.origin} already, whose content differs: rename one")
+        if claim.content != owner.content:
+            row = SkippedRow(claim.origin, f"{name} is that of {owner.origin} already, whose content differs: rename one")
             self.skip(row, writer, strict=strict)
             return
-        writer.skip(SkippedRow(document.origin, reason))
+        writer.skip(SkippedRow(claim.origin, f"duplicate: {name} and its content are in {owner.origin}, which is kept with its metadata"))
         self.num_duplicates += 1
 
     def check_some(self, writer: StagingWriter) -> None:

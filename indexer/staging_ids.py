@@ -15,8 +15,8 @@ class Claim(NamedTuple):
     """Who has an id.
 
     Attributes:
-        content: Hash of the document's content; empty for a document of the index, whose content is not at hand.
-        origin: Where the document was read; empty for a document of the index.
+        content: Hash of the document's content.
+        origin: Where the document was read, or "the index" if it is there already.
     """
 
     content: str
@@ -28,13 +28,13 @@ class ClaimedIds:
 
     Args:
         path: Of a temporary file, replaced if it is there.
-        known_ids: Ids that documents of the index have already.
+        known: Id and content hash of the documents that the index has already.
 
     Raises:
         StoreError: If the file cannot be written.
     """
 
-    def __init__(self, path: Path, *, known_ids: Iterable[str] = ()) -> None:
+    def __init__(self, path: Path, *, known: Iterable[tuple[str, str]] = ()) -> None:
         self._path = path
         path.unlink(missing_ok=True)
         self._connection = sqlite3.connect(path, isolation_level=None)
@@ -44,7 +44,7 @@ class ClaimedIds:
             self._connection.execute("PRAGMA synchronous = OFF")
             self._connection.execute("CREATE TABLE ids (id TEXT PRIMARY KEY, content TEXT, origin TEXT) WITHOUT ROWID")
             self._connection.execute("BEGIN")
-            self._connection.executemany("INSERT OR IGNORE INTO ids VALUES (?, '', '')", ((known,) for known in known_ids))
+            self._connection.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?, 'the index')", known)
         except sqlite3.Error as error:
             self._connection.close()
             path.unlink(missing_ok=True)

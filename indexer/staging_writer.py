@@ -61,13 +61,14 @@ class StagingWriter:
         except OSError as error:
             raise self._failed(error) from error
 
-    def add(self, document: Document, text: str, windows: Sequence[Window]) -> None:
+    def add(self, document: Document, text: str, windows: Sequence[Window], *, content_hash: str) -> None:
         """Add a document.
 
         Args:
             document: The document.
             text: Its whole text, which the windows' characters count in.
             windows: Its windows, at least one.
+            content_hash: Hash of its content.
 
         Raises:
             StoreError: If the disk refuses.
@@ -79,9 +80,8 @@ class StagingWriter:
             place = (window.number, window.num_windows, text[window.start : window.end], window.start, window.end)
             self._digest.update(json.dumps([document.document_id, *place, len(ids), metadata]).encode("ascii"))
             self._digest.update(ids.tobytes() + targets.tobytes())
-            self._rows.append(
-                (document.document_id, *place, ids, targets, len(ids), self._first_shard + self.num_shards, metadata)
-            )
+            shard = self._first_shard + self.num_shards
+            self._rows.append((document.document_id, *place, ids, targets, len(ids), shard, metadata, content_hash))
             self.num_tokens += len(ids)
         self.num_windows += len(windows)
         self.num_documents += 1

@@ -23,18 +23,18 @@ _BATCH_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """A batch of rows and the queries that look at them. Legend: N rows, Q queries.
+    """A batch of rows and who looks at them. Legend: N rows, Q queries, E ends of the ranking (1, or 2 with opponents).
 
     Attributes:
         rows: ``document_id``, ``token_ids`` and ``is_target`` of each row.
         row_ids: [N] their places in the table.
-        wanted_QN: Whether query q looks at row n.
+        wanted_QEN: Whether row n is a candidate for end e of query q.
         code_scores_QN: Scores read off the codes, final; None where the rows are to be scored exactly.
     """
 
     rows: pa.Table
     row_ids: NDArray[np.int64]
-    wanted_QN: NDArray[np.bool_]
+    wanted_QEN: NDArray[np.bool_]
     code_scores_QN: NDArray[np.float64] | None
 
 
@@ -54,34 +54,35 @@ def candidates(
         Batches of rows, in bounded memory.
     """
     if options.rescore == "all":
-        yield from _everything(snapshot, len(queries), options.where)
+        yield from _everything(snapshot, (len(queries), len(options.signs)), options.where)
     elif allowed is None or allowed.size:
         yield from _shortlists(index, snapshot, queries, allowed, options)
 
 
-def _everything(snapshot: Snapshot, num_queries: int, where: str | None) -> Iterator[Candidates]:
+def _everything(snapshot: Snapshot, ends: tuple[int, int], where: str | None) -> Iterator[Candidates]:
     for rows in snapshot.batches(_COLUMNS, where=where, batch_rows=_BATCH_ROWS):
-        yield Candidates(rows, rows["_rowid"].to_numpy().astype(np.int64), np.ones((num_queries, rows.num_rows), bool), None)
+        yield Candidates(rows, rows["_rowid"].to_numpy().astype(np.int64), np.ones((*ends, rows.num_rows), bool), None)
 
 
 def _shortlists(
     index: Index, snapshot: Snapshot, queries: Sequence[Query], allowed: NDArray[np.int64] | None, options: SearchOptions
 ) -> Iterator[Candidates]:
     num_exact = int(options.rescore)
-    exact: list[NDArray[np.int64]] = []
+    exact: list[list[NDArray[np.int64]]] = []
     for position, query in enumerate(queries):
-        found = [_shortlist(index, snapshot, query, sign, allowed, options) for sign in options.signs]
-        exact.append(np.unique(np.concatenate([row_ids[:num_exact] for row_ids, _ in found])))
-        for row_ids, scores in found:
+        exact.append([])
+        for end, sign in enumerate(options.signs):
+            row_ids, scores = _shortlist(index, snapshot, query, sign, allowed, options)
+            exact[-1].append(row_ids[:num_exact])
             rest = row_ids[num_exact:]
-            wanted_QN = np.zeros((len(queries), rest.size), bool)
-            wanted_QN[position] = True
-            yield Candidates(snapshot.take(rest, _COLUMNS), rest, wanted_QN, np.tile(scores[num_exact:], (len(queries), 1)))
-    together = np.unique(np.concatenate(exact))
+            wanted_QEN = np.zeros((len(queries), len(options.signs), rest.size), bool)
+            wanted_QEN[position, end] = True
+            yield Candidates(snapshot.take(rest, _COLUMNS), rest, wanted_QEN, np.tile(scores[num_exact:], (len(queries), 1)))
+    together = np.unique(np.concatenate([row_ids for ends in exact for row_ids in ends]))
     for start in range(0, together.size, _BATCH_ROWS):
         row_ids = together[start : start + _BATCH_ROWS]
-        wanted_QN = np.stack([np.isin(row_ids, own) for own in exact])
-        yield Candidates(snapshot.take(row_ids, _COLUMNS), row_ids, wanted_QN, None)
+        wanted_QEN = np.array([[np.isin(row_ids, own) for own in ends] for ends in exact])
+        yield Candidates(snapshot.take(row_ids, _COLUMNS), row_ids, wanted_QEN, None)
 
 
 def _shortlist(

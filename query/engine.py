@@ -40,8 +40,8 @@ def search(index: Index, contents: Sequence[Content], options: SearchOptions) ->
                 exact = batch.code_scores_QN is None
                 scores_QN = rescorer.score(batch.rows) if batch.code_scores_QN is None else batch.code_scores_QN
                 document_ids = batch.rows["document_id"].to_numpy(zero_copy_only=False)
-                for scores_N, wanted_N, ends in zip(scores_QN, batch.wanted_QN, rankings, strict=True):
-                    for ranking in ends:
+                for scores_N, wanted_EN, ends in zip(scores_QN, batch.wanted_QEN, rankings, strict=True):
+                    for ranking, wanted_N in zip(ends, wanted_EN, strict=True):
                         ranking.add(scores_N[wanted_N], document_ids[wanted_N], batch.row_ids[wanted_N], rescored=exact)
             answers += [hits(snapshot, query, ends) for query, ends in zip(queries, rankings, strict=True)]
     return answers

@@ -26,7 +26,7 @@ def build_index(
     code: str = "1bit",
     modules: Sequence[str] = (),
     blocks: str | None = None,
-    eigenbasis_share: float = 0.25,
+    eigenbasis_share: float | None = None,
     window_tokens: int | None = None,
     stride: int | None = None,
     max_windows: int | None = None,
@@ -54,7 +54,7 @@ def build_index(
         code: "1bit", "fp16" or "fp32".
         modules: Shell patterns of module names; by default every linear map in the transformer blocks.
         blocks: Range of blocks, such as "22:30" or "-8:".
-        eigenbasis_share: Share of each eigenbasis that is kept, in (0, 1].
+        eigenbasis_share: Share of each eigenbasis that is kept, in (0, 1]; by default a quarter, or more where the budget holds it.
         window_tokens: Longest run of tokens that is one row; by default 1,024, or the context where it is shorter.
         stride: Tokens from one window's start to the next's; by default seven eighths of the window.
         max_windows: At most so many windows a document; the documents that were cut are counted.

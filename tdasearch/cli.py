@@ -85,7 +85,7 @@ def _number_or_all(_: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--code", default="1bit", show_default=True, help="1bit, fp16 or fp32.")
 @click.option("--modules", multiple=True, metavar="PATTERN", help="Cover modules of this name, such as '*.mlp.*'; may be given again.")
 @click.option("--blocks", metavar="RANGE", help="Cover these transformer blocks: 22:30, -8:, 3. [default: all]")
-@click.option("--eigenbasis-share", default=0.25, show_default=True, help="Share of each eigenbasis that is kept.")
+@click.option("--eigenbasis-share", type=float, help="Share of each eigenbasis that is kept. [default: a quarter, or more if it fits]")
 @click.option("--window", "window_tokens", type=int, help="Longest run of tokens that is one row. [default: 1024, or the context]")
 @click.option("--stride", type=int, help="Tokens from one window to the next. [default: 7/8 of the window]")
 @click.option("--max-windows", type=int, help="At most so many windows a document; cut documents are counted.")

@@ -94,7 +94,7 @@ def encode(vectors_ND: npt.ArrayLike, code: str) -> Bytes:
     usable = np.isfinite(largest) & (largest > 0)
     if not usable.all():
         bad = np.flatnonzero(~usable)
-        raise ValueError(f"vectors: {bad.size} are not finite or all zero, the first in row {bad[0]}; leave them out before encoding")
+        raise ValueError(f"vectors: {bad.size} are not finite or all zero, the first in row {bad[0]}; leave them out first")
     if code == "1bit":
         # In units of the largest magnitude, in float64: the square of 1e30 or 1e-30 does not fit float32.
         relative = magnitudes.astype(np.float64) / largest[:, None]
@@ -106,9 +106,8 @@ def encode(vectors_ND: npt.ArrayLike, code: str) -> Bytes:
     else:
         scale = np.ones(len(vectors), dtype="<f4")
         payload = np.ascontiguousarray(vectors, dtype="<f4").view(np.uint8)
-    codes[:, :SCALE_BYTES] = scale.view(np.uint8).reshape(-1, SCALE_BYTES)
     codes[:, SCALE_BYTES:] = payload
-    return codes
+    return with_scales(codes, scale)
 
 
 def scales(codes_NB: Bytes) -> Floats:
@@ -121,6 +120,21 @@ def scales(codes_NB: Bytes) -> Floats:
         float32 [N].
     """
     return np.ascontiguousarray(codes_NB[:, :SCALE_BYTES]).view("<f4").reshape(-1).astype(np.float32, copy=False)
+
+
+def with_scales(codes_NB: Bytes, scales_N: npt.ArrayLike) -> Bytes:
+    """Codes of the same payloads times other scales.
+
+    Args:
+        codes_NB: uint8 [N, B] of any code.
+        scales_N: [N] scales, taken as float32.
+
+    Returns:
+        uint8 [N, B], a copy.
+    """
+    changed = codes_NB.copy()
+    changed[:, :SCALE_BYTES] = np.asarray(scales_N, dtype="<f4").reshape(-1, 1).view(np.uint8)
+    return changed
 
 
 def decode(codes_NB: Bytes, *, sketch_dim: int, code: str) -> Floats:

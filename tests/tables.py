@@ -34,6 +34,7 @@ def shard_rows(
             "self_influence": pa.array(np.square(vectors_ND.astype(np.float64)).sum(axis=1)),
             "shard": pa.array([shard] * num, pa.int32()),
             "metadata": ["{}"] * num,
+            "content_hash": [f"h{shard}-{number}" for number in range(num)],
             "code": pa.array([row.tobytes() for row in coded], pa.binary(coded.shape[1])),
             "source": ["wiki" if number % 3 == 0 else "web" for number in range(num)],
             "year": pa.array([2000 + number for number in range(num)], pa.int64()),

@@ -26,6 +26,10 @@ def vectors(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((num, 64)).astype(np.float32)
 
 
+def replaced(rows: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    return rows.set_column(rows.column_names.index(name), name, column)
+
+
 def plain_rows(index_path: Path) -> list[dict]:
     return lancedb.connect(str(index_path)).open_table("documents").search().to_arrow().to_pylist()
 
@@ -55,7 +59,7 @@ def test_an_append_is_one_commit_and_reopens(tmp_path: Path) -> None:
     again = DocumentTable.open(documents_path(tmp_path))
     assert again.latest().version == before.version + 2
     assert again.committed_shards() == {0, 7}
-    assert list(again.known_ids(before_shard=7)) == ["d0-0", "d0-1", "d0-2"]
+    assert list(again.known_contents(before_shard=7)) == [("d0-0", "h0-0"), ("d0-1", "h0-1"), ("d0-2", "h0-2")]
 
 
 def test_a_shard_is_written_once(tmp_path: Path) -> None:
@@ -75,7 +79,7 @@ def test_windows_of_a_document_count_once(tmp_path: Path) -> None:
     table.append_shard(shard_rows(0, vectors(4), ids=["a", "a", "b", "c"], windows=[0, 2, 0, 1]))
     table.append_shard(shard_rows(1, vectors(2), ids=["e", "d"]))
     assert (table.latest().num_rows, table.latest().num_documents) == (6, 5)
-    assert list(table.known_ids(before_shard=2)) == ["a", "b", "c", "e", "d"]
+    assert [document_id for document_id, _ in table.known_contents(before_shard=2)] == ["a", "b", "c", "e", "d"]
 
 
 @pytest.mark.parametrize(
@@ -93,10 +97,10 @@ def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (rows.drop_columns(["text"]), "missing \\['text'\\]"),
         (rows.append_column("surprise", pa.array([1, 2, 3])), "unknown \\['surprise'\\]"),
         (rows.slice(0, 0), "0 rows"),
-        (rows.set_column(9, "loss", not_finite), "loss"),
-        (rows.set_column(11, "shard", pa.array([0, 0, 1], pa.int32())), "one shard"),
-        (rows.set_column(3, "text", pa.array(["a", None, "b"])), "text has 1 nulls"),
-        (rows.set_column(13, "code", pa.array([b"1"] * 3, pa.binary(1))), ""),
+        (replaced(rows, "loss", not_finite), "loss"),
+        (replaced(rows, "shard", pa.array([0, 0, 1], pa.int32())), "one shard"),
+        (replaced(rows, "text", pa.array(["a", None, "b"])), "text has 1 nulls"),
+        (replaced(rows, "code", pa.array([b"1"] * 3, pa.binary(1))), "size"),
     ]:
         with pytest.raises(ValueError, match=message):
             table.append_shard(broken)
@@ -152,7 +156,19 @@ def test_filters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["nope = 1", "year >", "", "1", "year = 'x' y", "text > 5", "shard/0 = 1", "shard = 0; drop table documents", "a" * 5000, "\ud800"]
+    "where",
+    [
+        "nope = 1",
+        "year >",
+        "",
+        "1",
+        "year = 'x' y",
+        "text > 5",
+        "shard/0 = 1",
+        "shard = 0; drop table documents",
+        "a" * 5000,
+        "\ud800",
+    ],
 )
 def test_bad_filters_say_which_columns_there_are(tmp_path: Path, where: str) -> None:
     with pytest.raises(UsageError, match=r"document_id \(string\), .*year \(int64\)"):
@@ -168,7 +184,10 @@ def test_columns_are_named_apart() -> None:
         "metadata_metadata_code", "unicode \u00e9", "line_break",
     ]  # fmt: skip
     assert len({name.lower() for name in [*columns.values(), *FIXED_COLUMNS]}) == len(fields) + len(FIXED_COLUMNS)
-    assert column_names(["TEXT", "Text"], existing={"Text": "metadata_Text"}) == {"Text": "metadata_Text", "TEXT": "metadata_TEXT_2"}
+    assert column_names(["TEXT", "Text"], existing={"Text": "metadata_Text"}) == {
+        "Text": "metadata_Text",
+        "TEXT": "metadata_TEXT_2",
+    }
 
 
 def test_every_named_column_can_be_stored_and_filtered(tmp_path: Path) -> None:
@@ -177,7 +196,7 @@ def test_every_named_column_can_be_stored_and_filtered(tmp_path: Path) -> None:
         documents_path(tmp_path), code_bytes=12, metadata_columns=pa.schema([(name, pa.int64()) for name in columns.values()])
     )
     rows = shard_rows(0, vectors(2)).drop_columns(["source", "year"])
-    rows = rows.set_column(13, "code", pa.array([bytes(12)] * 2, pa.binary(12)))
+    rows = replaced(rows, "code", pa.array([bytes(12)] * 2, pa.binary(12)))
     for name in columns.values():
         rows = rows.append_column(name, pa.array([1, 2]))
     table.append_shard(rows)
@@ -262,7 +281,7 @@ def test_killed_appends_leave_whole_shards(tmp_path: Path) -> None:
     """B43, R6: after SIGKILL the table is a whole prefix of the shards, and goes on from there."""
     create_table(tmp_path)
     committed: set[int] = set()
-    for delay in (0.0, 0.011, 0.053, 0.107):
+    for delay in (0.003, 0.041, 0.107):
         writer = start_writer(tmp_path)
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
         time.sleep(delay)

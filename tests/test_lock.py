@@ -23,7 +23,9 @@ with writer_lock(Path(sys.argv[1])):
 
 
 def test_the_holder_is_named_and_its_death_frees_the_index(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE
+    )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         with pytest.raises(StoreError, match=rf"written by process {holder.pid} on .* since \d{{4}}-"), writer_lock(tmp_path):

@@ -159,14 +159,25 @@ def test_a_row_that_is_skipped_takes_no_id(tmp_path: Path) -> None:
 
 def test_a_second_run_adds_nothing(tmp_path: Path) -> None:  # B34
     first = staged(rows(5), tmp_path / "a")
-    known = {row["document_id"] for row in all_rows(first)}
-    second = staged(rows(7), tmp_path / "b", known_ids=iter(known), first_shard=2, strict=True)
+    known = {(row["document_id"], row["content_hash"]) for row in all_rows(first)}
+    second = staged(rows(7), tmp_path / "b", known=iter(known), first_shard=2, strict=True)
     assert (second.num_documents, second.num_duplicates, second.num_skipped) == (2, 5, 0)
     assert {row["document_id"] for row in all_rows(second)} == {"d5", "d6"}
-    assert "in the index already" in skipped(second)["corpus:1"]
-    nothing = staged(rows(5), tmp_path / "c", known_ids=known)
+    assert "the index" in skipped(second)["corpus:1"]
+    nothing = staged(rows(5), tmp_path / "c", known=known)
     assert (nothing.num_documents, nothing.num_shards, nothing.num_duplicates, nothing.num_windows) == (0, 0, 5, 0)
     assert nothing.sample(3, seed=0).num_rows == 0
+
+
+def test_an_id_of_the_index_with_another_text_is_refused(tmp_path: Path) -> None:  # B34
+    first = staged(rows(3), tmp_path / "a")
+    known = {(row["document_id"], row["content_hash"]) for row in all_rows(first)}
+    other = [{"id": "d1", "text": "quite another text"}, *rows(4)[3:]]
+    second = staged(other, tmp_path / "b", known=known)
+    assert (second.num_documents, second.num_skipped) == (1, 1)
+    assert "the index already, whose content differs" in skipped(second)["corpus:1"]
+    with pytest.raises(CorpusError, match="content differs"):
+        staged(other, tmp_path / "c", known=known, strict=True)
 
 
 def test_a_corpus_without_a_usable_document_says_why(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def open_ann(
             cache.save(built[0], unit=built[1])
         except (OSError, RuntimeError) as error:
             warnings.warn(
-                f"{cache.path}: the search index cannot be kept ({error}); it stays in memory, and the next process builds it anew",
+                f"{cache.path}: the search index cannot be kept ({error}); it stays in memory; the next process builds it again",
                 RuntimeWarning,
                 stacklevel=2,
             )

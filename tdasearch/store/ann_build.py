@@ -50,13 +50,14 @@ def build(snapshot: Snapshot, *, code: str, sketch_dim: int, score: str) -> tupl
     index.codes.resize(snapshot.num_rows * index.code_size)  # reserves; growing batch by batch takes up to three times as much
     id_map = faiss.IndexIDMap(index)
     for batch in snapshot.batches(_COLUMNS, batch_rows=batch_rows):
-        vectors = codes.decode(code_matrix(batch["code"]), sketch_dim=sketch_dim, code=code).astype(np.float64)
-        vectors *= (weights(batch, score) / unit)[:, None]
+        coded = code_matrix(batch["code"])
+        scales = codes.scales(coded) * weights(batch, score) / unit
         if code == "1bit":
-            np.copysign(np.maximum(np.abs(vectors), 1), vectors, out=vectors)  # no-op but for rows clipped by _WIDEST_SCALES
+            scales = np.maximum(scales, 1)  # changes only rows that _WIDEST_SCALES leaves below the unit
+        vectors = codes.decode(codes.with_scales(coded, scales), sketch_dim=sketch_dim, code=code)
         if not np.isfinite(vectors).all():
             raise StoreError(f"{snapshot.path}: a code is not finite: the table is damaged; restore it or build again")
-        id_map.add_with_ids(vectors.astype(np.float32), batch[ROW_ID].to_numpy().astype(np.int64))
+        id_map.add_with_ids(vectors, batch[ROW_ID].to_numpy().astype(np.int64))
     return id_map, unit
 
 

@@ -1,7 +1,7 @@
 """The FAISS index of one version of the table, kept in ``ann/``: a disposable copy, used only if it is provably the right one.
 
-FAISS loads a file with a flipped byte without a word and may crash on a flipped header, so a file is opened only if its SHA-256 is
-the one that its JSON sidecar names, and if the sidecar names the table's version, the code and the encoder.
+FAISS loads a file with a flipped byte without a word and may crash on a flipped header, so a file is opened only if its SHA-256
+is the one that its JSON sidecar names, and if the sidecar names the table's version, the code and the encoder.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AnnCache:
                 return None
             faiss = faiss_module()
             index = faiss.read_index(str(self.path), faiss.IO_FLAG_MMAP_IFC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as error:
             self._warn(f"{type(error).__name__}: {error}")

@@ -27,6 +27,7 @@ FIXED_TYPES: tuple[tuple[str, pa.DataType], ...] = (
     ("self_influence", pa.float64()),
     ("shard", pa.int32()),
     ("metadata", pa.string()),
+    ("content_hash", pa.string()),
 )
 FIXED_COLUMNS = (*(name for name, _ in FIXED_TYPES), "code")
 RowIds = npt.NDArray[np.int64]
@@ -120,7 +121,8 @@ def checked_shard(rows: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
         found = f"missing {missing}, unknown {unknown}, {rows.num_rows} rows"
         raise ValueError(f"shard: expected rows with the columns {', '.join(schema.names)}; found {found}")
     present = set(rows.column_names)
-    columns = [rows[field.name].cast(field.type) if field.name in present else pa.nulls(len(rows), field.type) for field in schema]
+    num = rows.num_rows
+    columns = [rows[field.name].cast(field.type) if field.name in present else pa.nulls(num, field.type) for field in schema]
     table = pa.table(columns, schema=schema)
     for name in FIXED_COLUMNS:
         if table[name].null_count:

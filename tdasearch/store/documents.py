@@ -284,14 +284,14 @@ class DocumentTable:
             self._shards, self._shards_version = shards, snapshot.version
         return set(self._shards)
 
-    def known_ids(self, before_shard: int) -> Iterator[str]:
-        """Read the ids of the documents in shards below a number.
+    def known_contents(self, *, before_shard: int) -> Iterator[tuple[str, str]]:
+        """Read which documents the shards below a number hold.
 
         Args:
             before_shard: The first shard that is left out.
 
         Yields:
-            Each document's id once.
+            Each document's id and content hash, once.
         """
         yield from _documents(self.latest(), where=f"shard < {int(before_shard)}")
 
@@ -333,7 +333,6 @@ class DocumentTable:
             with _writing(self.path, f"add the columns {', '.join(new.names)}"):
                 self._table.add_columns(new)
 
-
     def index_text(self) -> None:
         """Index the words of all rows for ``Snapshot.text_search``, in one commit; call it after the last shard.
 
@@ -345,13 +344,13 @@ class DocumentTable:
             self._table.create_index("text", config=FTS(), replace=True)
 
 
-def _documents(snapshot: Snapshot, *, where: str | None = None) -> Iterator[str]:
-    # Each document's id once, in the order of the rows: the windows of a document are neighbours.
+def _documents(snapshot: Snapshot, *, where: str | None = None) -> Iterator[tuple[str, str]]:
+    # Each document's id and content hash, once, in the order of the rows: the windows of a document are neighbours.
     previous: str | None = None
-    for batch in snapshot.batches(["document_id"], where=where, batch_rows=_SCAN_ROWS):
-        for document_id in batch["document_id"].to_pylist():
+    for batch in snapshot.batches(["document_id", "content_hash"], where=where, batch_rows=_SCAN_ROWS):
+        for document_id, content_hash in zip(batch["document_id"].to_pylist(), batch["content_hash"].to_pylist(), strict=True):
             if document_id != previous:
-                yield document_id
+                yield document_id, content_hash
             previous = document_id
 
 

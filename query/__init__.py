@@ -1,0 +1,1 @@
+"""Query to documents: search, exact rescoring, explanation."""
