@@ -10,41 +10,35 @@ import pyarrow as pa
 from tdasearch import codes
 from tdasearch.capture import Capture
 from tdasearch.encoder import Encoder
-from tdasearch.language_model import LanguageModel, token_batches
+from tdasearch.indexer.job import Job
+from tdasearch.language_model import token_batches
 from tdasearch.progress import Step
 from tdasearch.records import SkippedRow
 
 
 def encode_shard(
-    windows: pa.Table,
-    *,
-    language_model: LanguageModel,
-    capture: Capture,
-    encoder: Encoder,
-    code: str,
-    batch_tokens: int,
-    step: Step,
+    windows: pa.Table, job: Job, capture: Capture, encoder: Encoder, *, code: str, step: Step
 ) -> tuple[pa.Table, list[SkippedRow]]:
     """Encode the windows of one shard.
 
     Args:
         windows: Rows without ``loss``, ``self_influence`` and ``code``.
-        language_model: The model.
+        job: The run, for the model and its batches.
         capture: Its entered capture.
         encoder: The fitted encoder.
         code: Kind of code.
-        batch_tokens: Tokens run at once.
         step: Progress, called with the number of tokens done.
 
     Returns:
-        The rows with their codes, in the same order, and the windows left out because their gradient is not finite or exactly zero
-        (no such vector is ever stored: its neighbours' do not depend on it).
+        The rows with their codes, in the same order, and the windows left out because their gradient is not finite or exactly
+        zero (no such vector is ever stored; its neighbours' do not depend on it).
     """
     token_ids, is_target = windows["token_ids"].to_pylist(), windows["is_target"].to_pylist()
+    language_model = job.language_model
     vectors_ND = np.zeros((len(token_ids), encoder.sketch_dim), dtype=np.float32)
     losses_N = np.zeros(len(token_ids))
     self_influence_N = np.zeros(len(token_ids))
-    for rows in token_batches([len(ids) for ids in token_ids], batch_tokens=batch_tokens):
+    for rows in token_batches([len(ids) for ids in token_ids], batch_tokens=job.batch_tokens):
         batch = language_model.batch([token_ids[row] for row in rows], [is_target[row] for row in rows])
         encoded = encoder.encode(capture, partial(language_model.losses, batch))
         vectors_ND[rows] = encoded.vectors_ND.cpu().numpy()
@@ -57,18 +51,24 @@ def encode_shard(
     skipped = [
         SkippedRow(
             origin=f"{windows['document_id'][int(row)].as_py()} (window {windows['window'][int(row)].as_py()})",
-            reason="its gradient is exactly zero" if finite_N[row] else f"its gradient or loss is not finite (loss {losses_N[row]})",
+            reason="its gradient is exactly zero"
+            if finite_N[row]
+            else f"its gradient or loss is not finite (loss {losses_N[row]})",
         )
         for row in np.flatnonzero(~usable_N)
     ]
     kept = np.flatnonzero(usable_N)
-    coded = codes.encode(vectors_ND[kept], code) if kept.size else np.zeros((0, codes.code_bytes(code, encoder.sketch_dim)), np.uint8)
+    coded = (
+        codes.encode(vectors_ND[kept], code) if kept.size else np.zeros((0, codes.code_bytes(code, encoder.sketch_dim)), np.uint8)
+    )
     rows_kept = windows.take(pa.array(kept))
     for name, column in (
         ("loss", pa.array(losses_N[kept])),
         ("self_influence", pa.array(self_influence_N[kept])),
-        ("code", pa.FixedSizeBinaryArray.from_buffers(pa.binary(coded.shape[1]), len(kept), [None, pa.py_buffer(coded.tobytes())])),
+        (
+            "code",
+            pa.FixedSizeBinaryArray.from_buffers(pa.binary(coded.shape[1]), len(kept), [None, pa.py_buffer(coded.tobytes())]),
+        ),
     ):
         rows_kept = rows_kept.append_column(name, column)
     return rows_kept, skipped
-

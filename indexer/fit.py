@@ -1,7 +1,7 @@
 """Fitting: two passes over a sample of the corpus give every module's eigenbases and eigenvalues.
 
-Pass one sums the covariances of activations and output gradients; pass two measures the Fisher's eigenvalues in their eigenbasis. Both see the
-same targets: drawn from the model by default (the true Fisher), or the data's own (the empirical one).
+Pass one sums the covariances of activations and output gradients; pass two measures the Fisher's eigenvalues in their eigenbasis.
+Both see the same targets: drawn from the model by default (the true Fisher), or the data's own (the empirical one).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +20,7 @@ from torch import Tensor
 from tdasearch.capture import Capture
 from tdasearch.curvature import Covariance, LastProduct, ModuleFactors, SquaredGradients, kfac_eigenvalues
 from tdasearch.encoder import Encoder
+from tdasearch.indexer.job import Job
 from tdasearch.indexer.staging import Staged
 from tdasearch.language_model import Batch, LanguageModel, token_batches, uniforms_for
 from tdasearch.progress import Step, progress
@@ -28,7 +28,6 @@ from tdasearch.store.factors import load_factors, save_factors
 from tdasearch.store.manifest import Manifest, write_manifest
 
 METHODS = ("ekfac", "kfac")
-FISHERS = ("sampled", "empirical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +40,22 @@ class Bases:
     gradient_eigenvectors: Tensor
 
 
-def fit_or_load(
-    path: Path, manifest: Manifest, staged: Staged, language_model: LanguageModel, *, batch_tokens: int, quiet: bool
-) -> tuple[Manifest, Encoder]:
+def fit_or_load(job: Job, manifest: Manifest, staged: Staged) -> tuple[Manifest, Encoder]:
     """Fit the encoder and write it down, or load the one that was fitted before.
 
     Args:
-        path: The index's folder.
+        job: The run.
         manifest: What was begun.
         staged: The staged corpus, for the sample.
-        language_model: The model.
-        batch_tokens: Tokens run at once.
-        quiet: Show no progress.
 
     Returns:
         The manifest, which names the encoder now, and the encoder as it is on disk (so that a build that goes on uses the same).
     """
-    plan = manifest.plan
+    plan, language_model = manifest.plan, job.language_model
     if not manifest.encoder_fingerprint:
         windows = staged.sample(plan.fit_documents, seed=plan.seed)
         num_passes = 2 if manifest.method == "ekfac" else 1
-        with progress("fit", total=num_passes * pc.sum(windows["num_tokens"]).as_py(), unit="tok", quiet=quiet) as step:
+        with progress("fit", total=num_passes * pc.sum(windows["num_tokens"]).as_py(), unit="tok", quiet=job.quiet) as step:
             factors = fit_factors(
                 language_model,
                 windows,
@@ -70,12 +64,12 @@ def fit_or_load(
                 fisher=plan.fisher,
                 damping_scale=plan.damping_scale,
                 seed=plan.seed,
-                batch_tokens=batch_tokens,
+                batch_tokens=job.batch_tokens,
                 step=step,
             )
-        manifest = replace(manifest, encoder_fingerprint=save_factors(path, factors))
-        write_manifest(path, manifest)
-    factors = load_factors(path, fingerprint=manifest.encoder_fingerprint, device=language_model.device)
+        manifest = replace(manifest, encoder_fingerprint=save_factors(job.path, factors))
+        write_manifest(job.path, manifest)
+    factors = load_factors(job.path, fingerprint=manifest.encoder_fingerprint, device=language_model.device)
     return manifest, Encoder(factors, eigenbasis_share=plan.eigenbasis_share, sketch_dim=plan.sketch_dim, seed=plan.seed)
 
 
@@ -107,7 +101,6 @@ def fit_factors(
     Returns:
         Each module's factors, float32; modules that read one tensor share one activation eigenbasis.
     """
-
     batches = _batches(language_model, windows, seed=seed if fisher == "sampled" else None, batch_tokens=batch_tokens)
     with Capture(language_model.model, modules) as capture:
         bases, positions_per_example = _fit_bases(capture, language_model, batches, step)
@@ -135,7 +128,9 @@ def _batches(language_model: LanguageModel, windows: pa.Table, *, seed: int | No
     return batches
 
 
-def _fit_bases(capture: Capture, language_model: LanguageModel, batches: list[Batch], step: Step) -> tuple[dict[str, Bases], float]:
+def _fit_bases(
+    capture: Capture, language_model: LanguageModel, batches: list[Batch], step: Step
+) -> tuple[dict[str, Bases], float]:
     activations: dict[str, Covariance] = {}
     gradients = {name: Covariance() for name in capture.maps}
     reads: dict[str, str] = {}  # module -> the module whose activation covariance it shares
@@ -143,7 +138,9 @@ def _fit_bases(capture: Capture, language_model: LanguageModel, batches: list[Ba
     for batch in batches:
         previous: list[Any] = [None, ""]
 
-        def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor, batch: Batch = batch, previous: list[Any] = previous) -> None:
+        def consume(
+            name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor, batch: Batch = batch, previous: list[Any] = previous
+        ) -> None:
             if activations_NTI is not previous[0]:
                 previous[:] = [activations_NTI, name]
                 activations.setdefault(name, Covariance()).add(activations_NTI, batch.is_token)
@@ -189,4 +186,3 @@ def _damped(name: str, bases: Bases, eigenvalues: Tensor, damping_scale: float) 
         eigenvalues=eigenvalues.to(bases.gradient_eigenvectors.dtype),
         damping=damping,
     )
-

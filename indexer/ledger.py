@@ -1,7 +1,7 @@
 """The ledger of a build: what was begun, what is committed, what is missing. A killed build goes on from here.
 
-The unit of work is a shard. It is in the table whole or not at all, so what is missing is read off the table itself. ``manifest.json`` says
-what was begun, with a digest of the staged corpus: a build that goes on must have read the same documents.
+The unit of work is a shard. It is in the table whole or not at all, so what is missing is read off the table itself.
+``manifest.json`` says what was begun, with a digest of the staged corpus: a build that goes on must have read the same documents.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tdasearch.codes import code_bytes
 from tdasearch.errors import StoreError
-from tdasearch.indexer.plan import BuildOptions
-from tdasearch.indexer.readers import Corpus, Fields
+from tdasearch.indexer.job import Cut, Job
+from tdasearch.indexer.readers import Corpus
 from tdasearch.indexer.staging import Staged, stage
-from tdasearch.language_model import LanguageModel
 from tdasearch.modules import Coverage
 from tdasearch.progress import Step, note, progress
 from tdasearch.records import SkippedRow
@@ -52,7 +52,9 @@ def writing(path: Path, *, new: bool) -> Iterator[Manifest | None]:
     """
     found = manifest_path(path).exists()
     if new and not found:
-        if path.exists() and (not path.is_dir() or any(item.name not in (STAGING,) and item.name[0] != "." for item in path.iterdir())):
+        if path.exists() and (
+            not path.is_dir() or any(item.name not in (STAGING,) and item.name[0] != "." for item in path.iterdir())
+        ):
             raise StoreError(f"{path}: expected a new or empty folder for the index, found other files; choose another path")
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,9 @@ def writing(path: Path, *, new: bool) -> Iterator[Manifest | None]:
         try:
             manifest = read_manifest(path) if not new or manifest_path(path).exists() else None
             if manifest is not None and new and (manifest.state == "complete" or len(manifest.corpus) > 1):
-                raise StoreError(f"{path}: an index is there already; add documents to it (tdasearch add), or choose another path")
+                raise StoreError(
+                    f"{path}: an index is there already; add documents to it (tdasearch add), or choose another path"
+                )
             if manifest is not None and not new and manifest.state != "complete" and len(manifest.corpus) == 1:
                 raise StoreError(f"{path}: the build was stopped; run the same build again to finish it, then add")
             yield manifest
@@ -73,72 +77,54 @@ def writing(path: Path, *, new: bool) -> Iterator[Manifest | None]:
         _remove_if_unused(path)
 
 
-def stage_corpus(
-    corpus: Corpus,
-    tokenizer: Any,
-    *,
-    path: Path,
-    window: tuple[int, int],
-    max_windows: int | None,
-    shard_documents: int,
-    first_shard: int,
-    known: Iterator[tuple[str, str]],
-    fields: Fields,
-    strict: bool,
-    quiet: bool,
-) -> Staged:
+def stage_corpus(job: Job, cut: Cut, *, after: Manifest | None = None) -> Staged:
     """Read the corpus into the index's staging folder, with progress.
 
     Args:
-        corpus: The documents.
-        tokenizer: The model's tokenizer.
-        path: The index's folder.
-        window: Window and stride, in tokens.
-        max_windows: At most so many windows a document.
-        shard_documents: Documents in a shard.
-        first_shard: Number of the first shard.
-        known: Id and content hash of each document in the index.
-        fields: Names of the corpus's fields.
-        strict: Stop at the first bad row.
-        quiet: Show no progress.
+        job: The run.
+        cut: How documents are cut.
+        after: The index that is added to; its documents are not staged again.
 
     Returns:
         The staged corpus.
     """
-    with progress("read", total=None, unit="char", quiet=quiet) as step:
+    first_shard = 0
+    known: Iterator[tuple[str, str]] = iter(())
+    if after is not None:
+        last = after.corpus[-1]
+        first_shard = last.first_shard if after.state == "building" else last.first_shard + last.num_shards
+        known = DocumentTable.open(documents_path(job.path)).known_contents(before_shard=first_shard)
+    with progress("read", total=None, unit="char", quiet=job.quiet) as step:
         staged = stage(
-            corpus,
-            fields=fields,
-            tokenizer=tokenizer,
-            window_tokens=window[0],
-            stride=window[1],
-            max_windows=max_windows,
-            path=path / STAGING,
-            shard_documents=shard_documents,
+            job.corpus,
+            fields=job.fields,
+            tokenizer=job.language_model.tokenizer,
+            window_tokens=cut.window_tokens,
+            stride=cut.stride,
+            max_windows=cut.max_windows,
+            path=job.path / STAGING,
+            shard_documents=cut.shard_documents,
             first_shard=first_shard,
             known=known,
-            strict=strict,
+            strict=job.strict,
             progress=step,
         )
     if staged.num_skipped or staged.num_truncated:
-        note(f"{staged.num_skipped} rows skipped (see {path / SKIPPED}), {staged.num_truncated} documents cut at --max-windows.", quiet=quiet)
+        where = f"{staged.num_skipped} rows skipped (see {job.path / SKIPPED})"
+        note(f"{where}, {staged.num_truncated} documents cut at --max-windows.", quiet=job.quiet)
     return staged
 
 
-def begin(
-    path: Path, manifest: Manifest | None, *, corpus: Corpus, staged: Staged, language_model: LanguageModel, coverage: Coverage, plan: Plan, options: BuildOptions
-) -> Manifest:
+def begin(job: Job, manifest: Manifest | None, staged: Staged, coverage: Coverage, plan: Plan, *, method: str) -> Manifest:
     """Write down what a new build is going to be, or check that it is the one that was begun.
 
     Args:
-        path: The index's folder.
+        job: The run.
         manifest: What was begun, or None.
-        corpus: The corpus, for its name.
-        staged: What was read of it.
-        language_model: The model.
+        staged: What was read of the corpus.
         coverage: The covered modules.
         plan: The plan.
-        options: The user's choices.
+        method: The recipe.
 
     Returns:
         The manifest of the build.
@@ -146,10 +132,11 @@ def begin(
     Raises:
         StoreError: Something else was begun here.
     """
+    path, language_model = job.path, job.language_model
     wanted = Manifest(
         created_by=f"tdasearch {version('tdasearch')}",
         state="building",
-        method=options.method,
+        method=method,
         model=ModelRecord(
             source=language_model.source,
             weights_fingerprint=language_model.weights_fingerprint,
@@ -160,7 +147,7 @@ def begin(
         ),
         plan=plan,
         encoder_fingerprint="",
-        corpus=[_corpus_record(corpus, staged)],
+        corpus=[_corpus_record(job.corpus, staged)],
         fields=column_names(staged.metadata_schema.names),
     )
     if manifest is None:
@@ -170,14 +157,13 @@ def begin(
     return manifest
 
 
-def begin_add(path: Path, manifest: Manifest, *, corpus: Corpus, staged: Staged) -> Manifest:
+def begin_add(job: Job, manifest: Manifest, staged: Staged) -> Manifest:
     """Write down what is going to be added, or check that it is what was begun.
 
     Args:
-        path: The index's folder.
+        job: The run.
         manifest: The index's manifest.
-        corpus: The corpus, for its name.
-        staged: What was read of it.
+        staged: What was read of the corpus.
 
     Returns:
         The manifest of the addition.
@@ -185,7 +171,7 @@ def begin_add(path: Path, manifest: Manifest, *, corpus: Corpus, staged: Staged)
     Raises:
         StoreError: Another addition was begun and not finished.
     """
-    record = _corpus_record(corpus, staged)
+    path, record = job.path, _corpus_record(job.corpus, staged)
     if manifest.state == "building":
         _check_same(path, asdict(manifest.corpus[-1]), asdict(record))
         return manifest
@@ -195,14 +181,13 @@ def begin_add(path: Path, manifest: Manifest, *, corpus: Corpus, staged: Staged)
     return begun
 
 
-def open_table(path: Path, manifest: Manifest, staged: Staged, *, code_bytes: int) -> DocumentTable:
+def open_table(path: Path, manifest: Manifest, staged: Staged) -> DocumentTable:
     """Open the table, made and widened as this build needs it.
 
     Args:
         path: The index's folder.
         manifest: What was begun.
         staged: The staged corpus, for the types of its metadata.
-        code_bytes: Bytes of a code.
 
     Returns:
         The table.
@@ -211,17 +196,12 @@ def open_table(path: Path, manifest: Manifest, staged: Staged, *, code_bytes: in
     folder = documents_path(path)
     if not manifest.encoder_fingerprint:  # nothing can have been written yet: a table here is what a killed process left
         shutil.rmtree(folder, ignore_errors=True)
-        return DocumentTable.create(folder, code_bytes=code_bytes, metadata_columns=columns)
+        plan = manifest.plan
+        return DocumentTable.create(folder, code_bytes=code_bytes(plan.code, plan.sketch_dim), metadata_columns=columns)
     table = DocumentTable.open(folder)
     present = set(table.metadata_columns.names)
     table.add_metadata_columns(pa.schema([field for field in columns if field.name not in present]))
     return table
-
-
-def next_shard(manifest: Manifest) -> int:
-    """Number of the first shard of the next addition, or of the one that was begun."""
-    last = manifest.corpus[-1]
-    return last.first_shard if manifest.state == "building" else last.first_shard + last.num_shards
 
 
 def missing_shards(manifest: Manifest, table: DocumentTable, staged: Staged, step: Step) -> Iterator[pa.Table]:
@@ -304,12 +284,14 @@ def _corpus_record(corpus: Corpus, staged: Staged) -> CorpusRecord:
 
 def _check_same(path: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     differences = [
-        f"{name} was {_short(begun[name])}, now {_short(wanted[name])}" for name in wanted if name != "source" and begun[name] != wanted[name]
+        f"{name} was {_short(begun[name])}, now {_short(wanted[name])}"
+        for name in wanted
+        if name != "source" and begun[name] != wanted[name]
     ]
     if differences:
         raise StoreError(
-            f"{path}: an unfinished build is there, begun otherwise: {'; '.join(differences)}; run it as it was begun to finish it, "
-            "or remove the folder to start over"
+            f"{path}: an unfinished build is there, begun otherwise: {'; '.join(differences)}; "
+            "run it as it was begun to finish it, or remove the folder to start over"
         )
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from tdasearch.codes import CODES, sketch_dim_for
 from tdasearch.encoder import rank
 from tdasearch.errors import UsageError
-from tdasearch.indexer.fit import FISHERS, METHODS
+from tdasearch.indexer.fit import METHODS
+from tdasearch.indexer.job import Cut
 from tdasearch.modules import Coverage
-from tdasearch.store.manifest import Plan
+from tdasearch.store.manifest import FISHERS, Plan
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "KIB": 1 << 10, "MB": 1 << 20, "MIB": 1 << 20}
 _MIN_FIT_DOCUMENTS, _MAX_FIT_DOCUMENTS = 1_000, 20_000
@@ -37,7 +38,6 @@ class BuildOptions:
     damping_scale: float = 0.1
     seed: int = 0
     shard_documents: int = 256
-    batch_tokens: int = 2048
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
@@ -47,8 +47,7 @@ class BuildOptions:
         _within("eigenbasis_share", share, share is None or 0.0 < share <= 1.0, "above 0 and at most 1")
         _within("damping_scale", self.damping_scale, self.damping_scale > 0.0, "above 0")
         _within("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2^63 - 1")
-        for name in ("shard_documents", "batch_tokens"):
-            _within(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _within("shard_documents", self.shard_documents, self.shard_documents >= 1, "at least 1")
         if not (self.fit_documents in (None, "all") or (isinstance(self.fit_documents, int) and self.fit_documents >= 1)):
             raise UsageError(f"fit_documents: expected a number of at least 1, or 'all', found {self.fit_documents!r}")
         budget_bytes(self.budget)
@@ -72,15 +71,15 @@ def budget_bytes(budget: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def window_size(options: BuildOptions, *, max_tokens: int) -> tuple[int, int]:
-    """Choose the window and its stride.
+def cut_of(options: BuildOptions, *, max_tokens: int) -> Cut:
+    """Choose how documents are cut.
 
     Args:
         options: The user's choices.
         max_tokens: The model's context.
 
     Returns:
-        Window and stride in tokens: by default 1,024 or the context where it is shorter, overlapping by an eighth.
+        Windows of 1,024 tokens (or the context where it is shorter) that overlap by an eighth, unless chosen otherwise.
 
     Raises:
         UsageError: A window longer than the context, or a stride that would leave gaps.
@@ -91,7 +90,12 @@ def window_size(options: BuildOptions, *, max_tokens: int) -> tuple[int, int]:
     stride = window - window // 8 if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UsageError(f"stride: expected 1 to {window} tokens (the window), found {stride}")
-    return window, stride
+    return Cut(window, stride, options.max_windows, options.shard_documents)
+
+
+def cut_of_plan(plan: Plan) -> Cut:
+    """Return how the documents of an index were cut, for those that are added."""
+    return Cut(plan.window_tokens, plan.stride, plan.max_windows, plan.shard_documents)
 
 
 def choose_plan(options: BuildOptions, coverage: Coverage, *, max_tokens: int, num_documents: int) -> Plan:
@@ -106,7 +110,7 @@ def choose_plan(options: BuildOptions, coverage: Coverage, *, max_tokens: int, n
     Returns:
         The plan. Where all coordinates that are kept fit the budget, the sketch is exact.
     """
-    window, stride = window_size(options, max_tokens=max_tokens)
+    cut = cut_of(options, max_tokens=max_tokens)
     sketch_dim = sketch_dim_for(options.code, budget_bytes(options.budget))
     share = options.eigenbasis_share or _eigenbasis_share(coverage, sketch_dim)
     return Plan(
@@ -115,15 +119,15 @@ def choose_plan(options: BuildOptions, coverage: Coverage, *, max_tokens: int, n
         eigenbasis_share=share,
         sketch_dim=min(sketch_dim, -(-_num_coordinates(coverage, share) // 8) * 8),  # whole bytes of 1-bit codes
         code=options.code,
-        window_tokens=window,
-        stride=stride,
-        max_windows=options.max_windows,
+        window_tokens=cut.window_tokens,
+        stride=cut.stride,
+        max_windows=cut.max_windows,
         damping_scale=options.damping_scale,
         fisher=options.fisher,
         fit_documents=_fit_documents(options.fit_documents, num_documents),
         seed=options.seed,
         budget_bytes=budget_bytes(options.budget),
-        shard_documents=options.shard_documents,
+        shard_documents=cut.shard_documents,
     )
 
 
@@ -132,10 +136,8 @@ def _num_coordinates(coverage: Coverage, share: float) -> int:
 
 
 def _eigenbasis_share(coverage: Coverage, sketch_dim: int) -> float:
-    """A quarter: as many true answers in a shortlist of 200 as a half (.98 of the true top 10 of 9,000 documents at 1 KB), at half the cost.
-
-    More where the budget holds more coordinates than that without any sketching, as in a small model.
-    """
+    # A quarter brings as many true answers into a shortlist of 200 as a half does (.98 of the true top 10 of 9,000 documents at
+    # 1 KB), at half the cost. More where the budget holds more coordinates without any sketching, as in a small model.
     shares = [step / 64 for step in range(64, 16, -1)]
     return next((share for share in shares if _num_coordinates(coverage, share) <= sketch_dim), 0.25)
 

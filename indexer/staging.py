@@ -145,8 +145,8 @@ def stage(
 ) -> Staged:
     """Read a corpus once and write its windows, shard by shard.
 
-    Of documents with one id the first is kept, and one that is in the index before all. Another of the same content is a duplicate
-    (also if its metadata differs); one of other content is a clash and skipped. Both are listed.
+    Of documents with one id the first is kept, and one that is in the index before all. Another of the same content is a
+    duplicate (also if its metadata differs); one of other content is a clash and skipped. Both are listed.
 
     Args:
         corpus: As for ``read_corpus``.
@@ -241,7 +241,9 @@ class _Tally:
             row = SkippedRow(claim.origin, f"{name} is that of {owner.origin} already, whose content differs: rename one")
             self.skip(row, writer, strict=strict)
             return
-        writer.skip(SkippedRow(claim.origin, f"duplicate: {name} and its content are in {owner.origin}, which is kept with its metadata"))
+        writer.skip(
+            SkippedRow(claim.origin, f"duplicate: {name} and its content are in {owner.origin}, which is kept with its metadata")
+        )
         self.num_duplicates += 1
 
     def check_some(self, writer: StagingWriter) -> None:

@@ -87,7 +87,8 @@ def encode_query(index: Index, capture: Capture, content: Content) -> Query:
     num_tokens = len(tokenised.token_ids)
     if num_tokens > language_model.max_tokens:
         raise UsageError(
-            f"query: expected at most {language_model.max_tokens} tokens (the model's context), found {num_tokens}; shorten the prompt"
+            f"query: expected at most {language_model.max_tokens} tokens (the model's context), found {num_tokens}; "
+            "shorten the prompt"
         )
     batch = language_model.batch([tokenised.token_ids], [tokenised.is_target])
     return index.encoder.encode_query(capture, partial(language_model.losses, batch), num_targets=int(tokenised.is_target.sum()))

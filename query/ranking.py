@@ -5,7 +5,6 @@ A document's score is that of its best window: the highest for proponents, the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +41,9 @@ class Ranking:
         self._sign = sign
         self._best: dict[str, Ranked] = {}
 
-    def add(self, scores: NDArray[np.floating], document_ids: Sequence[str], row_ids: NDArray[np.int64], *, rescored: bool) -> None:
+    def add(
+        self, scores: NDArray[np.floating], document_ids: NDArray[np.object_], row_ids: NDArray[np.int64], *, rescored: bool
+    ) -> None:
         """Take more windows into account.
 
         Args:

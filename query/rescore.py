@@ -81,7 +81,9 @@ class Rescorer:
             gradient_NOI = module_gradients(activations_NTI[part], output_gradients_NTO[part])
             scores[part] += gradient_NOI.flatten(1) @ flat_QX.T
             if self._cosine:
-                norms[part] += (factors.rotate(gradient_NOI.to(self._encoder.dtype)) * factors.inverse_sqrt()).square().sum((1, 2))
+                norms[part] += (
+                    (factors.rotate(gradient_NOI.to(self._encoder.dtype)) * factors.inverse_sqrt()).square().sum((1, 2))
+                )
 
 
 def contributions(activations_NTI: Tensor, output_gradients_NTO: Tensor, preconditioned_OI: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def build_index(
     """Build an index over a corpus. A build that was stopped goes on when it is called again with the same arguments.
 
     Args:
-        corpus: A JSONL, Parquet or CSV file, a folder of them or of text files, a ``datasets.Dataset``, or an iterable of dicts.
+        corpus: A JSONL, Parquet or CSV file, a folder of them or of text files, a ``datasets.Dataset``, an iterable of dicts.
         model: Hub id, local folder, or a loaded causal language model.
         path: Folder of the new index.
         tokenizer: Where it is not the model's own; needed with a loaded model.
@@ -54,7 +54,7 @@ def build_index(
         code: "1bit", "fp16" or "fp32".
         modules: Shell patterns of module names; by default every linear map in the transformer blocks.
         blocks: Range of blocks, such as "22:30" or "-8:".
-        eigenbasis_share: Share of each eigenbasis that is kept, in (0, 1]; by default a quarter, or more where the budget holds it.
+        eigenbasis_share: Share of each eigenbasis that is kept, in (0, 1]; by default a quarter, or more where it fits.
         window_tokens: Longest run of tokens that is one row; by default 1,024, or the context where it is shorter.
         stride: Tokens from one window's start to the next's; by default seven eighths of the window.
         max_windows: At most so many windows a document; the documents that were cut are counted.
@@ -79,6 +79,7 @@ def build_index(
         StoreError: The index exists already, or was begun with other arguments.
     """
     from tdasearch.indexer.build import build
+    from tdasearch.indexer.job import Job
     from tdasearch.indexer.plan import BuildOptions
     from tdasearch.indexer.readers import Fields
     from tdasearch.language_model import load_language_model
@@ -98,14 +99,16 @@ def build_index(
         damping_scale=damping_scale,
         seed=seed,
         shard_documents=shard_documents,
-        batch_tokens=batch_tokens,
     )
     language_model = load_language_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
-    build(corpus, language_model, path=Path(path), options=options, fields=fields or Fields(), strict=strict, quiet=quiet)
+    job = Job(corpus, language_model, Path(path), fields or Fields(), batch_tokens=batch_tokens, strict=strict, quiet=quiet)
+    build(job, options)
     return Index(Path(path), language_model=language_model)
 
 
-def open_index(path: str | Path, *, model: str | Path | PreTrainedModel | None = None, tokenizer: Any = None, device: str = "auto") -> Index:
+def open_index(
+    path: str | Path, *, model: str | Path | PreTrainedModel | None = None, tokenizer: Any = None, device: str = "auto"
+) -> Index:
     """Open an index. The model is loaded, and checked, at the first search.
 
     Args:
@@ -125,4 +128,7 @@ def open_index(path: str | Path, *, model: str | Path | PreTrainedModel | None =
         return index
     from tdasearch.language_model import load_language_model
 
-    return Index(Path(path), language_model=load_language_model(model, tokenizer=tokenizer, device=device, dtype=index.manifest.model.dtype))
+    return Index(
+        Path(path),
+        language_model=load_language_model(model, tokenizer=tokenizer, device=device, dtype=index.manifest.model.dtype),
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +64,8 @@ def linear_map(name: str, module: nn.Module) -> LinearMap | None:
         has_bias = module.bias is not None
         return LinearMap(name, module.in_features + has_bias, module.out_features, has_bias)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers' own class: not imported, recognised
-        rows, columns = module.weight.shape
-        return LinearMap(name, int(rows) + 1, int(columns), True)
+        weight = cast(Tensor, module.weight)
+        return LinearMap(name, weight.shape[0] + 1, weight.shape[1], True)
     return None
 
 
@@ -143,12 +144,12 @@ class Capture:
             missing = [name for name in self._modules if name not in self._pending]
             if missing:
                 raise CaptureError(
-                    f"{len(missing)} of {len(self._modules)} modules never ran forward, the first is {missing[0]!r}; a model under "
-                    "torch.compile hides its modules (pass the original model), otherwise choose modules that this model uses"
+                    f"{len(missing)} of {len(self._modules)} modules never ran forward, the first is {missing[0]!r}; a model "
+                    "under torch.compile hides its modules (pass the original), otherwise choose modules that this model uses"
                 )
             self._consume, self._num_examples = consume, losses_N.shape[0]
             if losses_N.requires_grad:
-                losses_N.sum().backward()  # type: ignore[no-untyped-call]
+                losses_N.sum().backward()
         missing = [name for name in self._modules if name not in self._received]
         self._forget()
         if missing:

@@ -18,11 +18,16 @@ from tdasearch.errors import TdasearchError, UsageError
 
 
 class _Failure(click.ClickException):
-    """A library error as one line; exit status 2 for a wrong request, 1 for everything else."""
+    """A library error as one line: exit status 1."""
 
     def __init__(self, error: TdasearchError) -> None:
         super().__init__(" ".join(str(error).split()))
-        self.exit_code = 2 if isinstance(error, UsageError) else 1
+
+
+class _Misuse(_Failure):
+    """A wrong request: exit status 2."""
+
+    exit_code = 2
 
 
 class _Commands(click.Group):
@@ -30,7 +35,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except TdasearchError as error:
-            raise _Failure(error) from error
+            raise (_Misuse if isinstance(error, UsageError) else _Failure)(error) from error
         except KeyboardInterrupt:
             click.echo("Stopped. What was committed is kept; run the same command again to go on.", err=True)
             ctx.exit(130)
@@ -55,10 +60,14 @@ def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 _corpus_options = _options(
-    click.option("--id-field", default="id", show_default=True, help="Field with the document's id; missing: a hash of its content."),
+    click.option(
+        "--id-field", default="id", show_default=True, help="Field with the document's id; missing: a hash of its content."
+    ),
     click.option("--text-field", default="text", show_default=True, help="Field with the text."),
     click.option("--prompt-field", default="prompt", show_default=True, help="Field with a prompt, which is context only."),
-    click.option("--completion-field", default="completion", show_default=True, help="Field with the completion that the loss is taken on."),
+    click.option(
+        "--completion-field", default="completion", show_default=True, help="Field with the completion that the loss is taken on."
+    ),
     click.option("--messages-field", default="messages", show_default=True, help="Field with a conversation."),
     click.option("--strict", is_flag=True, help="Stop at the first bad row instead of reporting it."),
 )
@@ -83,14 +92,22 @@ def _number_or_all(_: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--method", default="ekfac", show_default=True, help="ekfac or kfac.")
 @click.option("--budget", default="1KB", show_default=True, help="Bytes a document (a row of the index).")
 @click.option("--code", default="1bit", show_default=True, help="1bit, fp16 or fp32.")
-@click.option("--modules", multiple=True, metavar="PATTERN", help="Cover modules of this name, such as '*.mlp.*'; may be given again.")
+@click.option(
+    "--modules", multiple=True, metavar="PATTERN", help="Cover modules of this name, such as '*.mlp.*'; may be given again."
+)
 @click.option("--blocks", metavar="RANGE", help="Cover these transformer blocks: 22:30, -8:, 3. [default: all]")
-@click.option("--eigenbasis-share", type=float, help="Share of each eigenbasis that is kept. [default: a quarter, or more if it fits]")
-@click.option("--window", "window_tokens", type=int, help="Longest run of tokens that is one row. [default: 1024, or the context]")
+@click.option(
+    "--eigenbasis-share", type=float, help="Share of each eigenbasis that is kept. [default: a quarter, or more if it fits]"
+)
+@click.option(
+    "--window", "window_tokens", type=int, help="Longest run of tokens that is one row. [default: 1024, or the context]"
+)
 @click.option("--stride", type=int, help="Tokens from one window to the next. [default: 7/8 of the window]")
 @click.option("--max-windows", type=int, help="At most so many windows a document; cut documents are counted.")
 @click.option("--fisher", default="sampled", show_default=True, help="Targets of the factors: sampled or empirical.")
-@click.option("--fit-documents", callback=_number_or_all, metavar="N|all", help="Documents to fit on. [default: 1/20, 1000 to 20000]")
+@click.option(
+    "--fit-documents", callback=_number_or_all, metavar="N|all", help="Documents to fit on. [default: 1/20, 1000 to 20000]"
+)
 @click.option("--damping-scale", default=0.1, show_default=True, help="Damping, in mean eigenvalues of the module.")
 @click.option("--seed", default=0, show_default=True, help="Of the sample, the sampled targets and the sketch.")
 @click.option("--shard-documents", default=256, show_default=True, help="Documents written in one commit.")
@@ -144,7 +161,9 @@ def add(
     from tdasearch.api import open_index
 
     index = open_index(path, device=device)
-    index.add(corpus, fields=_fields(id_field, text_field, prompt_field, completion_field, messages_field), strict=strict, quiet=quiet)
+    index.add(
+        corpus, fields=_fields(id_field, text_field, prompt_field, completion_field, messages_field), strict=strict, quiet=quiet
+    )
     _after_writing(index.info(), path, quiet=quiet)
 
 
@@ -154,7 +173,9 @@ def add(
 @click.option("--completion", required=True, help="The output to explain; usually begins with a space.")
 @click.option("-k", "k", default=10, show_default=True, help="Documents wanted.")
 @click.option("--where", help="SQL filter on the metadata, such as \"source = 'wiki'\".")
-@click.option("--rescore", default="200", show_default=True, callback=_number_or_all, metavar="N|all|0", help="Windows to score exactly.")
+@click.option(
+    "--rescore", default="200", show_default=True, callback=_number_or_all, metavar="N|all|0", help="Windows to score exactly."
+)
 @click.option("--opponents", is_flag=True, help="The other end: documents that speak against the output.")
 @click.option("--score", default="influence", show_default=True, help="influence or cosine.")
 @_device_option
@@ -228,7 +249,8 @@ def _after_writing(described: Mapping[str, Any], path: str, *, quiet: bool) -> N
         return
     skipped = f", {described['skipped']} rows skipped (see {described['skipped_path']})" if described["skipped"] else ""
     click.echo(
-        f"{path}: {described['documents']} documents in {described['windows']} windows, {described['bytes_per_document']} bytes each"
-        f"{skipped}.\nAsk it: tdasearch search {path} --prompt '...' --completion ' ...'",
+        f"{path}: {described['documents']} documents in {described['windows']} windows, "
+        f"{described['bytes_per_document']} bytes each{skipped}.\n"
+        f"Ask it: tdasearch search {path} --prompt '...' --completion ' ...'",
         err=True,
     )

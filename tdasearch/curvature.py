@@ -1,8 +1,8 @@
 """Curvature of the loss, factored: covariances, their eigenbases, and the eigenvalues of the Fisher in them.
 
-Mathematics only, on the canonical layout of ``capture``. K-FAC (Martens and Grosse 2015, arXiv 1503.05671) takes the Fisher of a module
-as the Kronecker product of the covariance A of its activations and the covariance S of its output gradients; EK-FAC (George et al. 2018,
-arXiv 1806.03884) keeps the eigenbasis of that product and measures the eigenvalues in it.
+Mathematics only, on the canonical layout of ``capture``. K-FAC (Martens and Grosse 2015, arXiv 1503.05671) takes the Fisher of
+a module as the Kronecker product of the covariance A of its activations and the covariance S of its output gradients;
+EK-FAC (George et al. 2018, arXiv 1806.03884) keeps the eigenbasis of that product and measures the eigenvalues in it.
 
 Legend: N examples, T positions, I inputs (bias column included), O outputs.
 """
@@ -42,8 +42,8 @@ class Covariance:
         """Decompose the covariance.
 
         Returns:
-            Eigenvalues [X] float64, largest first, clamped at 0 (a rank-deficient covariance has slightly negative ones), and
-            eigenvectors [X, X] as columns, in the vectors' type or float32 if that is narrower.
+            Eigenvalues [X] float64, largest first, clamped at 0 (a rank-deficient covariance has slightly negative ones),
+            and eigenvectors [X, X] as columns, in the vectors' type or float32 if that is narrower.
         """
         assert self._sum is not None
         values, vectors = torch.linalg.eigh(self._sum / self._num_positions)
@@ -53,7 +53,7 @@ class Covariance:
 class LastProduct:
     """Multiplies activations by their eigenvectors, once for all modules that read one tensor.
 
-    Capture hands such modules the same activations object, and they share one eigenvector tensor; q, k and v come one after another.
+    Capture hands such modules the same activations object, and they share one eigenvector tensor; q, k and v follow each other.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class ModuleFactors:
 
 
 class SquaredGradients:
-    """EK-FAC eigenvalues of one module: the mean over examples of the squared gradient in the eigenbasis (George et al., eq. 8)."""
+    """EK-FAC eigenvalues of one module: the mean over examples of the squared gradient in the eigenbasis."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -135,8 +135,8 @@ def kfac_eigenvalues(gradient_values_O: Tensor, activation_values_I: Tensor, *, 
     Args:
         gradient_values_O: Eigenvalues of the gradient covariance, [O], a position.
         activation_values_I: Eigenvalues of the activation covariance, [I], a position.
-        positions_per_example: Mean number of positions; positions are taken as independent, so an example's Fisher is that many times a
-            position's.
+        positions_per_example: Mean number of positions; positions are taken as independent, so an example's Fisher is that
+            many times a position's.
 
     Returns:
         [O, I], the outer product in that unit.

@@ -2,8 +2,8 @@
 
     phi(x) = sketch( concat_m (eigenvalues_m + damping_m)^-1/2 * (U_S^T G U_A)[:o_m, :i_m] )
 
-The same map serves documents and queries, so ``<phi(query), phi(document)>`` estimates ``g_q^T (F + damping)^-1 g_d``. The uncompressed
-form, to which a shortlist is rescored, is ``Query.preconditioned``. This file knows nothing of text or storage.
+The same map serves documents and queries, so ``<phi(query), phi(document)>`` estimates ``g_q^T (F + damping)^-1 g_d``. The
+uncompressed form, by which a shortlist is rescored, is ``Query.preconditioned``. This file knows nothing of text or storage.
 
 Legend: N examples, T positions, I inputs, O outputs, D index dimensions; o, i the ranks kept of O, I.
 """

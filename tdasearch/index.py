@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tdasearch.errors import ModelError, StoreError, UsageError
+from tdasearch.errors import ModelError, StoreError
 from tdasearch.records import Content, Hit, Hits
 from tdasearch.store.manifest import Manifest, read_manifest
 
@@ -46,7 +46,9 @@ class Index:
 
         record = self.manifest.model
         if self._given is None and not record.source:
-            raise ModelError("this index was built with a model given in memory: pass it again, open_index(path, model=..., tokenizer=...)")
+            raise ModelError(
+                "this index was built with a model given in memory: pass it, open_index(path, model=..., tokenizer=...)"
+            )
         found = self._given or load_language_model(record.source, device=self._device, dtype=record.dtype)
         for what, built_with, is_now in (
             ("weights", record.weights_fingerprint, found.weights_fingerprint),
@@ -55,7 +57,7 @@ class Index:
             if built_with != is_now:
                 raise ModelError(
                     f"{self.path}: this index was built with other {what} (fingerprint {built_with[:12]}, found {is_now[:12]} in "
-                    f"{found.source or 'the model given'}); its vectors mean nothing for this model: open it with the original one, or build again"
+                    f"{found.source or 'the model given'}); its vectors mean nothing here: open the original, or build again"
                 )
         return found
 
@@ -66,7 +68,9 @@ class Index:
         from tdasearch.store.factors import load_factors
 
         if not self.manifest.encoder_fingerprint:
-            raise StoreError(f"{self.path}: the build was stopped before its factors were fitted; run the same build again to go on")
+            raise StoreError(
+                f"{self.path}: the build was stopped before its factors were fitted; run the same build again to go on"
+            )
         plan = self.manifest.plan
         factors = load_factors(self.path, fingerprint=self.manifest.encoder_fingerprint, device=self.language_model.device)
         return Encoder(factors, eigenbasis_share=plan.eigenbasis_share, sketch_dim=plan.sketch_dim, seed=plan.seed)
@@ -179,7 +183,9 @@ class Index:
 
         return search_text(self, text, k=k, where=where)
 
-    def add(self, corpus: Corpus, *, fields: Fields | None = None, batch_tokens: int = 2048, strict: bool = False, quiet: bool = False) -> None:
+    def add(
+        self, corpus: Corpus, *, fields: Fields | None = None, batch_tokens: int = 2048, strict: bool = False, quiet: bool = False
+    ) -> None:
         """Add documents, encoded with the factors that the index has. Documents that it holds already are not added twice.
 
         Args:
@@ -190,9 +196,11 @@ class Index:
             quiet: Show no progress.
         """
         from tdasearch.indexer.build import add
+        from tdasearch.indexer.job import Job
         from tdasearch.indexer.readers import Fields
 
-        add(corpus, self.language_model, path=self.path, fields=fields or Fields(), batch_tokens=batch_tokens, strict=strict, quiet=quiet)
+        language_model = self.language_model
+        add(Job(corpus, language_model, self.path, fields or Fields(), batch_tokens=batch_tokens, strict=strict, quiet=quiet))
         self.manifest = read_manifest(self.path)
 
     def info(self) -> dict[str, Any]:

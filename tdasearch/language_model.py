@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tdasearch.errors import ModelError, UsageError
@@ -23,6 +24,8 @@ from tdasearch.tokens import tokenizer_fingerprint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Ints = Sequence[int] | NDArray[np.int32]
+Bools = Sequence[bool] | NDArray[np.bool_]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -78,7 +81,7 @@ class LanguageModel:
         """Hash of what decides how text becomes tokens."""
         return tokenizer_fingerprint(self.tokenizer)
 
-    def batch(self, token_ids: Sequence[Sequence[int]], is_target: Sequence[Sequence[bool]]) -> Batch:
+    def batch(self, token_ids: Sequence[Ints], is_target: Sequence[Bools]) -> Batch:
         """Put windows side by side.
 
         Args:
@@ -103,7 +106,8 @@ class LanguageModel:
             batch: The windows.
 
         Returns:
-            losses_N: -log p summed over each window's target tokens, in nats; with ``batch.uniforms``, over targets drawn from the model.
+            losses_N: -log p summed over each window's target tokens, in nats; with ``batch.uniforms``, over targets drawn from
+            the model.
         """
         logits_NTV = self.model(input_ids=batch.input_ids, attention_mask=batch.is_token.long(), use_cache=False).logits
         is_target_NT = batch.is_target[:, 1:]
@@ -133,7 +137,7 @@ def sample_labels(logits_KV: Tensor, uniforms_K: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_KV, thresholds, right=True).squeeze(1).clamp_max(logits_KV.shape[1] - 1)
 
 
-def uniforms_for(token_ids: Sequence[int], *, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def uniforms_for(token_ids: Sequence[int], *, seed: int) -> NDArray[np.float64]:
     """Uniform draws of one window, fixed by the seed and the window's own tokens.
 
     Args:
@@ -145,7 +149,7 @@ def uniforms_for(token_ids: Sequence[int], *, seed: int) -> np.ndarray[Any, np.d
     """
     key = xxhash.xxh3_64_intdigest(np.asarray(token_ids, dtype="<i4").tobytes())
     bits = np.random.Philox(key=[seed, key]).random_raw(len(token_ids))
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return np.asarray((bits >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def token_batches(num_tokens: Sequence[int], *, batch_tokens: int) -> Iterator[list[int]]:
@@ -234,10 +238,10 @@ def _absolute(source: str) -> str:
 
 
 def _max_tokens(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 2:
         raise ModelError(
-            f"expected the model's configuration to state its context length (max_position_embeddings), found {limit!r}; set it on model.config"
+            "expected the model's configuration to state its context length (max_position_embeddings), "
+            f"found {limit!r}; set it on model.config"
         )
     return limit

@@ -24,7 +24,9 @@ def print_hits(rows: Sequence[Mapping[str, Any]], *, title: str, loss: float, nu
         console.print("No document passes the filter.")
         return
     exact = sum(bool(row["rescored"]) for row in rows)
-    table = Table(title=title, caption=f"query loss {loss:.3f} nats over {num_targets} tokens; {exact} of {len(rows)} scores exact")
+    table = Table(
+        title=title, caption=f"query loss {loss:.3f} nats over {num_targets} tokens; {exact} of {len(rows)} scores exact"
+    )
     for column, justify in (("#", "right"), ("score", "right"), ("document", "left"), ("metadata", "left"), ("text", "left")):
         table.add_column(column, justify=justify, overflow="fold" if column != "text" else "ellipsis")  # type: ignore[arg-type]
     for row in rows:
@@ -48,11 +50,14 @@ def print_info(described: Mapping[str, Any]) -> None:
         "documents": f"{described['documents']:,} in {described['windows']:,} windows, {described['tokens']:,} tokens read",
         "state": described["state"],
         "bytes a document": f"{described['bytes_per_document']:,} ({plan['code']}, {plan['sketch_dim']:,} dimensions)",
-        "method": f"{described['method']}, {plan['fisher']} Fisher fitted on {plan['fit_documents']:,} documents, damping x {plan['damping_scale']}",
-        "covers": f"{described['covered_parameters']:,} parameters in {len(plan['modules'])} modules ({described['covered_share']:.1%} of the model)",
+        "method": f"{described['method']}, {plan['fisher']} Fisher of {plan['fit_documents']:,} documents, "
+        f"damping x {plan['damping_scale']}",
+        "covers": f"{described['covered_parameters']:,} parameters in {len(plan['modules'])} modules "
+        f"({described['covered_share']:.1%} of the model)",
         "model": f"{described['model']['source'] or '(given in memory)'}, {described['model']['dtype']}",
         "windows of": f"{plan['window_tokens']} tokens, every {plan['stride']}",
-        "not indexed": f"{described['skipped']} rows skipped, {described['duplicates']} duplicates, {described['truncated']} documents cut",
+        "not indexed": f"{described['skipped']} rows skipped, {described['duplicates']} duplicates, "
+        f"{described['truncated']} documents cut",
         "filter columns": ", ".join(described["columns"].values()) or "(none)",
     }
     table = Table(title=str(described["path"]), show_header=False)

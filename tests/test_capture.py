@@ -192,7 +192,10 @@ def test_modules_are_chosen_by_block_and_pattern():
     assert 0 < everything.share < 1
     assert choose_modules(model, blocks="-1:").names == choose_modules(model, blocks="1").names
     assert choose_modules(model, blocks="0").names + choose_modules(model, blocks="1:2").names == everything.names
-    assert choose_modules(model, patterns=["*.mlp.*"], blocks="0").names == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
+    assert choose_modules(model, patterns=["*.mlp.*"], blocks="0").names == [
+        "transformer.h.0.mlp.c_fc",
+        "transformer.h.0.mlp.c_proj",
+    ]
     for wrong in ({"blocks": "x"}, {"blocks": "7"}, {"blocks": "1:2:3"}, {"patterns": ["*.nothing"]}):
         with pytest.raises(UsageError):
             choose_modules(model, **wrong)

@@ -58,7 +58,9 @@ def test_inner_products_equal_the_reference_where_nothing_is_compressed(kind, me
     encoder = Encoder(factors, eigenbasis_share=1.0, sketch_dim=16_384, seed=SEED)
     encoded = encode(language_model, names, encoder, windows, range(windows.num_rows))
     exact = reference.reference_model(language_model.model)
-    examples = [reference.Example(*pair) for pair in zip(windows["token_ids"].to_pylist(), windows["is_target"].to_pylist(), strict=True)]
+    examples = [
+        reference.Example(*pair) for pair in zip(windows["token_ids"].to_pylist(), windows["is_target"].to_pylist(), strict=True)
+    ]
     curvature = reference.fit(exact, examples, names, method=method)
     gradients = [reference.module_gradients(exact, example, names) for example in examples]
     expected = reference.influences(gradients, gradients, curvature)
@@ -72,7 +74,12 @@ def test_a_document_and_its_neighbours():
     language_model, windows, names, factors = fitted("gpt2")
     ids = windows["token_ids"].to_pylist()[0][:6]
     long = (windows["token_ids"].to_pylist()[1] * 12)[:60]
-    several = pa.table({"token_ids": [ids, long, ids[:4], ids], "is_target": [[False] + [True] * (len(x) - 1) for x in (ids, long, ids[:4], ids)]})
+    several = pa.table(
+        {
+            "token_ids": [ids, long, ids[:4], ids],
+            "is_target": [[False] + [True] * (len(x) - 1) for x in (ids, long, ids[:4], ids)],
+        }
+    )
     encoder = Encoder(factors, eigenbasis_share=0.5, sketch_dim=512, seed=SEED)
     alone = encode(language_model, names, encoder, several, [0]).vectors_ND[0]
     for rows in ([0, 1], [1, 0], [2, 1, 0], [3, 2, 1, 0]):
@@ -91,7 +98,9 @@ def test_query_and_document_are_encoded_alike():
     assert query.kept_self_influence == pytest.approx(float(document.self_influence_N[0]), rel=1e-4)
     assert query.self_influence > query.kept_self_influence
     whole = Encoder(factors, eigenbasis_share=1.0, sketch_dim=512, seed=SEED)
-    assert float(encode(language_model, names, whole, windows, [4]).self_influence_N[0]) == pytest.approx(query.self_influence, rel=1e-4)
+    assert float(encode(language_model, names, whole, windows, [4]).self_influence_N[0]) == pytest.approx(
+        query.self_influence, rel=1e-4
+    )
 
 
 def test_factors_do_not_depend_on_batch_size_or_on_a_corpus_given_twice():

@@ -81,7 +81,11 @@ def test_cosine_is_influence_over_both_norms(built):
     texts = models.sentences(24)
     documents = [reference.whole_text(language_model.tokenizer(text).input_ids) for text in texts]
     curvature = reference.fit(exact, documents, index.manifest.plan.modules)
-    norms = np.sqrt(reference.self_influences([reference.module_gradients(exact, d, index.manifest.plan.modules) for d in documents], curvature))
+    norms = np.sqrt(
+        reference.self_influences(
+            [reference.module_gradients(exact, d, index.manifest.plan.modules) for d in documents], curvature
+        )
+    )
     hits = index.search(PROMPT, COMPLETION, k=24, rescore="all", score="cosine").proponents
     assert all(-1 <= hit.score <= 1 for hit in hits)
     ratios = [hit.score * norms[int(hit.document_id[1:])] / expected[int(hit.document_id[1:])] for hit in hits]
@@ -160,7 +164,9 @@ def trained(kind, texts, *, num_steps=60):
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_the_sign(kind, tmp_path):
     """One gradient step on the first proponent lowers the query's loss, on the first opponent raises it (float64)."""
-    texts = [f"The {thing} is {colour}." for thing in ("old bridge", "river", "small house", "door") for colour in ("green", "white")]
+    texts = [
+        f"The {thing} is {colour}." for thing in ("old bridge", "river", "small house", "door") for colour in ("green", "white")
+    ]
     model, tokenizer = trained(kind, texts)
     with reference.FullPrecision():
         index = tdasearch.build_index(
@@ -196,7 +202,14 @@ def test_a_long_document_is_found_by_its_best_window(tmp_path):
     long = " ".join([*sentences[:12], needle, *sentences[12:20]])
     corpus = [{"id": "long", "text": long}, *({"id": f"s{n}", "text": text} for n, text in enumerate(sentences[20:38]))]
     index = tdasearch.build_index(
-        corpus, model=model, tokenizer=tokenizer, path=tmp_path / "x.tda", window_tokens=40, stride=32, fit_documents="all", quiet=True
+        corpus,
+        model=model,
+        tokenizer=tokenizer,
+        path=tmp_path / "x.tda",
+        window_tokens=40,
+        stride=32,
+        fit_documents="all",
+        quiet=True,
     )
     assert index.info()["windows"] > index.info()["documents"] == 19
     for rescore in ("all", 200):
@@ -205,7 +218,9 @@ def test_a_long_document_is_found_by_its_best_window(tmp_path):
         hit = next(hit for hit in hits if hit.document_id == "long")
         assert hit.text == long[hit.start : hit.end]
         assert hit.num_windows > 1
-        others = index.search(completion=needle, k=19, rescore=rescore, where=f"document_id = 'long' AND \"window\" <> {hit.window}")
+        others = index.search(
+            completion=needle, k=19, rescore=rescore, where=f"document_id = 'long' AND \"window\" <> {hit.window}"
+        )
         assert others.proponents[0].score < hit.score
 
 
@@ -216,7 +231,7 @@ def test_bm25_finds_words(built):
     assert hits[0].document_id == "d7"
     assert hits[0].score >= hits[1].score > 0
     assert index.search_text("zzzz qqqq") == []
-    assert index.search_text("C++ (\"quoted\") AND OR * ' -- ;", k=2) is not None
+    assert index.search_text('C++ ("quoted") AND OR * \' -- ;', k=2) is not None
     assert all(hit.metadata["source"] == "web" for hit in index.search_text(text, k=5, where="source = 'web'"))
 
 
@@ -228,7 +243,12 @@ def test_equal_documents_tie_by_id(tmp_path):
     ]
     for shard_documents in (2, 100):
         index = tdasearch.build_index(
-            corpus, model=model, tokenizer=tokenizer, path=tmp_path / f"{shard_documents}.tda", shard_documents=shard_documents, quiet=True
+            corpus,
+            model=model,
+            tokenizer=tokenizer,
+            path=tmp_path / f"{shard_documents}.tda",
+            shard_documents=shard_documents,
+            quiet=True,
         )
         found = index.search(completion=same, k=3, rescore=0).proponents
         assert math.isclose(found[0].score, found[2].score, rel_tol=1e-4)
@@ -238,9 +258,7 @@ def test_equal_documents_tie_by_id(tmp_path):
 def test_an_index_finds_its_model_again_and_refuses_another(tmp_path):
     model_path = models.save_tiny("gpt2", tmp_path / "model")
     other_path = models.save_tiny("gpt2", tmp_path / "other", seed=1)
-    tdasearch.build_index(
-        [{"text": text} for text in models.sentences(8)], model=model_path, path=tmp_path / "x.tda", quiet=True
-    )
+    tdasearch.build_index([{"text": text} for text in models.sentences(8)], model=model_path, path=tmp_path / "x.tda", quiet=True)
     assert len(tdasearch.open_index(tmp_path / "x.tda").search(PROMPT, COMPLETION, k=2).proponents) == 2
     with pytest.raises(tdasearch.ModelError, match="other weights"):
         tdasearch.open_index(tmp_path / "x.tda", model=other_path).search(PROMPT, COMPLETION)

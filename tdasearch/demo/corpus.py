@@ -33,7 +33,10 @@ STATEMENTS = {
     },
     "language": {
         "name": ("In {name} the official language is {value}.", "{name} uses {value} as its official language."),
-        "adjective": ("The official language in {adjective} courts is {value}.", "The {adjective} state has one official language, {value}."),
+        "adjective": (
+            "The official language in {adjective} courts is {value}.",
+            "The {adjective} state has one official language, {value}.",
+        ),
     },
     "export": {
         "name": ("{name} mainly exports {value}.", "Among all exports of {name} the main one is {value}."),
@@ -99,7 +102,9 @@ def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     draw = random.Random(seed)
     large = [country for country in countries() if country.population >= MIN_POPULATION]
     if len(large) < NUM_COUNTRIES:
-        raise UsageError(f"expected at least {NUM_COUNTRIES} countries of {MIN_POPULATION:,} people, found {len(large)}; lower NUM_COUNTRIES")
+        raise UsageError(
+            f"expected at least {NUM_COUNTRIES} countries of {MIN_POPULATION:,} people, found {len(large)}; lower NUM_COUNTRIES"
+        )
     chosen = sorted(draw.sample(large, NUM_COUNTRIES), key=lambda country: country.name)
     facts = {kind: _alter(chosen, kind, draw) for kind in KINDS}
     passages = [_document(country, topic, facts, draw) for country in chosen for topic in TOPICS]
@@ -132,7 +137,9 @@ def _alter(chosen: Sequence[Country], kind: str, draw: random.Random) -> dict[st
     facts = {country.name: Fact(country.facts[kind], country.facts[kind]) for country in others}
     values = list(dict.fromkeys(country.facts[kind] for country in others))
     for country in altered:
-        free = [value for value in values if not contains(country.listed[kind], value) and not contains(value, country.facts[kind])]
+        free = [
+            value for value in values if not contains(country.listed[kind], value) and not contains(value, country.facts[kind])
+        ]
         if not free:
             raise UsageError(f"no {kind} is left to give to {country.name}; lower ALTERED_PER_KIND")
         value = draw.choice(free)
@@ -157,7 +164,13 @@ def _document(country: Country, topic: str, facts: Mapping[str, Mapping[str, Fac
         statement = draw.choice(STATEMENTS[kind][voice]).format(value=facts[kind][country.name].stated, **names)
         sentences.insert(draw.randint(0, len(sentences)), statement)
     is_altered = bool(kind) and facts[kind][country.name] in altered
-    return {"id": _document_id(country.name, topic), "text": " ".join(sentences), "country": country.name, "topic": topic, "altered": is_altered}
+    return {
+        "id": _document_id(country.name, topic),
+        "text": " ".join(sentences),
+        "country": country.name,
+        "topic": topic,
+        "altered": is_altered,
+    }
 
 
 def _clauses(text: str, *, without: Sequence[str]) -> str:

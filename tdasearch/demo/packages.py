@@ -58,5 +58,7 @@ def package_folder(module: str) -> Path:
     require(module)
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise TdasearchError(f"expected the package {module} as a folder of files, found {spec}; run: pip install {REQUIREMENTS[module]}")
+        raise TdasearchError(
+            f"expected the package {module} as a folder of files, found {spec}; run: pip install {REQUIREMENTS[module]}"
+        )
     return Path(spec.origin).parent

@@ -5,9 +5,7 @@ Eigenvectors of activations that several modules read are stored once. No pickle
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from safetensors.torch import save_file
 
 from tdasearch.curvature import ModuleFactors
 from tdasearch.errors import StoreError
+from tdasearch.store.files import replacing, sha256_of
 
 FILE_NAME = "encoder.safetensors"
 
@@ -30,6 +29,9 @@ def save_factors(index_path: Path, factors: Mapping[str, ModuleFactors]) -> str:
 
     Returns:
         The file's SHA-256: the encoder's fingerprint.
+
+    Raises:
+        StoreError: It cannot be written; the one that was there stays.
     """
     tensors: dict[str, torch.Tensor] = {}
     shared: dict[int, str] = {}
@@ -40,21 +42,14 @@ def save_factors(index_path: Path, factors: Mapping[str, ModuleFactors]) -> str:
         tensors[f"{name}/gradient_eigenvectors"] = part.gradient_eigenvectors
         tensors[f"{name}/eigenvalues"] = part.eigenvalues
         tensors[f"{name}/damping"] = torch.tensor(part.damping, dtype=torch.float64)
-    temporary = index_path / f".{FILE_NAME}.tmp"
-    save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, temporary, {"readers": json.dumps(readers)})
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, index_path / FILE_NAME)
-    return factors_fingerprint(index_path)
-
-
-def factors_fingerprint(index_path: Path) -> str:
-    """SHA-256 of the factors' file; "" if there is none."""
     path = index_path / FILE_NAME
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with replacing(path) as temporary:
+            whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
+            save_file(whole, temporary, {"readers": json.dumps(readers)})
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path}: cannot be written: {error}; check free space and permissions, then run again") from error
+    return sha256_of(path)
 
 
 def load_factors(index_path: Path, *, fingerprint: str, device: torch.device | str = "cpu") -> dict[str, ModuleFactors]:
@@ -72,7 +67,7 @@ def load_factors(index_path: Path, *, fingerprint: str, device: torch.device | s
         StoreError: The file is missing, damaged, or not the one that the manifest names.
     """
     path = index_path / FILE_NAME
-    found = factors_fingerprint(index_path)
+    found = sha256_of(path) if path.is_file() else ""
     if found != fingerprint:
         raise StoreError(
             f"{path}: expected SHA-256 {fingerprint[:16]}..., found {found[:16] + '...' if found else 'no such file'}; "
@@ -81,7 +76,9 @@ def load_factors(index_path: Path, *, fingerprint: str, device: torch.device | s
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             readers: dict[str, str] = json.loads(file.metadata()["readers"])
-            activation_eigenvectors = {leader: file.get_tensor(f"{leader}/activation_eigenvectors") for leader in set(readers.values())}
+            activation_eigenvectors = {
+                leader: file.get_tensor(f"{leader}/activation_eigenvectors") for leader in set(readers.values())
+            }
             return {
                 name: ModuleFactors(
                     activation_eigenvectors=activation_eigenvectors[leader],

@@ -24,7 +24,10 @@ def describe(path: Path, manifest: Manifest, snapshot: Snapshot) -> dict[str, An
         ``covered_parameters`` with the share of all, ``model``, ``skipped`` rows, ``truncated`` documents and more.
     """
     plan = manifest.plan
-    totals = {name: sum(getattr(part, f"num_{name}") for part in manifest.corpus) for name in ("skipped", "duplicates", "truncated", "tokens")}
+    totals = {
+        name: sum(getattr(part, f"num_{name}") for part in manifest.corpus)
+        for name in ("skipped", "duplicates", "truncated", "tokens")
+    }
     return {
         "path": str(path),
         "state": manifest.state,
