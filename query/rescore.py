@@ -69,21 +69,22 @@ class Rescorer:
         return scores_QN
 
     def _consume(self, scores: Tensor, norms: Tensor, name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
-        preconditioned_QOI = self._preconditioned[name].to(activations_NTI)
+        preconditioned_QOI = self._preconditioned[name]
+        activations_NTI = activations_NTI.to(preconditioned_QOI.dtype)
+        output_gradients_NTO = output_gradients_NTO.to(preconditioned_QOI.dtype)
         if self._num_queries == 1 and not self._cosine:
             # sum_t g_t^T P a_t costs what forming the weight gradient would, and needs no memory for it.
             scores[:, 0] += contributions(activations_NTI, output_gradients_NTO, preconditioned_QOI[0]).sum(1)
             return
         flat_QX = preconditioned_QOI.flatten(1)
         factors = self._encoder.factors[name]
-        rows_at_once = max(1, _CHUNK_BYTES // (flat_QX.shape[1] * flat_QX.element_size()))
-        for part in torch.arange(activations_NTI.shape[0]).split(rows_at_once):
+        size = max(1, _CHUNK_BYTES // (flat_QX.shape[1] * flat_QX.element_size()))
+        for start in range(0, activations_NTI.shape[0], size):
+            part = slice(start, start + size)
             gradient_NOI = module_gradients(activations_NTI[part], output_gradients_NTO[part])
             scores[part] += gradient_NOI.flatten(1) @ flat_QX.T
             if self._cosine:
-                norms[part] += (
-                    (factors.rotate(gradient_NOI.to(self._encoder.dtype)) * factors.inverse_sqrt()).square().sum((1, 2))
-                )
+                norms[part] += (factors.rotate(gradient_NOI) * factors.inverse_sqrt()).square().sum((1, 2))
 
 
 def contributions(activations_NTI: Tensor, output_gradients_NTO: Tensor, preconditioned_OI: Tensor) -> Tensor:
@@ -109,8 +110,9 @@ def position_contributions(
     sums: list[Tensor] = []
 
     def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
-        preconditioned_OI = query.preconditioned[name].to(activations_NTI)
-        sums.append(contributions(activations_NTI, output_gradients_NTO, preconditioned_OI)[0].double())
+        preconditioned_OI = query.preconditioned[name]
+        factors = (part.to(preconditioned_OI.dtype) for part in (activations_NTI, output_gradients_NTO))
+        sums.append(contributions(*factors, preconditioned_OI)[0].double())
 
     batch = language_model.batch([token_ids], [is_target])
     capture.backward(partial(language_model.losses, batch), consume)

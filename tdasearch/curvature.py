@@ -118,7 +118,9 @@ class SquaredGradients:
         """
         num_examples, _, in_dim = rotated_activations_NTI.shape
         bytes_each = in_dim * rotated_gradients_NTO.shape[2] * rotated_activations_NTI.element_size()
-        for part in torch.arange(num_examples).split(max(1, chunk_bytes // bytes_each)):
+        size = max(1, chunk_bytes // bytes_each)
+        for start in range(0, num_examples, size):
+            part = slice(start, start + size)
             squares = module_gradients(rotated_activations_NTI[part], rotated_gradients_NTO[part]).square_().sum(0)
             self._sum = squares.double() if self._sum is None else self._sum.add_(squares)
         self._num_examples += num_examples

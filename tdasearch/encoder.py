@@ -77,13 +77,15 @@ class Encoder:
 
     def __init__(self, factors: Mapping[str, ModuleFactors], *, eigenbasis_share: float, sketch_dim: int, seed: int) -> None:
         self.factors = dict(factors)
-        self.dtype = next(iter(self.factors.values())).eigenvalues.dtype
+        eigenvalues = next(iter(self.factors.values())).eigenvalues
+        self.dtype = eigenvalues.dtype
         self.ranks = {
             name: (rank(part.eigenvalues.shape[0], eigenbasis_share), rank(part.eigenvalues.shape[1], eigenbasis_share))
             for name, part in self.factors.items()
         }
         self.sketch_dim = sketch_dim
-        self.sketch = Sketch({name: o * i for name, (o, i) in self.ranks.items()}, sketch_dim=sketch_dim, seed=seed)
+        num_coordinates = {name: o * i for name, (o, i) in self.ranks.items()}
+        self.sketch = Sketch(num_coordinates, sketch_dim=sketch_dim, seed=seed, device=eigenvalues.device)
         kept: dict[int, Tensor] = {}
         self._kept_activation_eigenvectors: dict[str, Tensor] = {}
         self._signed_scale: dict[str, Tensor] = {}
