@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tdasearch.errors import UsageError
 from tdasearch.indexer.readers import Corpus, Fields
 from tdasearch.language_model import LanguageModel
 
@@ -30,6 +31,10 @@ class Job:
     batch_tokens: int
     strict: bool
     quiet: bool
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens < 1:
+            raise UsageError(f"batch_tokens: expected at least 1, found {self.batch_tokens!r}")
 
 
 @dataclass(frozen=True, slots=True)

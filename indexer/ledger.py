@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from os import PathLike
@@ -28,12 +28,30 @@ from tdasearch.modules import Coverage
 from tdasearch.progress import Step, note, progress
 from tdasearch.records import SkippedRow
 from tdasearch.store.documents import DocumentTable, column_names, documents_path
-from tdasearch.store.files import replacing
-from tdasearch.store.lock import writer_lock
+from tdasearch.store.files import TEMPORARY_SUFFIX, replacing
+from tdasearch.store.lock import HOLDER_NAME, LOCK_NAME, writer_lock
 from tdasearch.store.manifest import CorpusRecord, Manifest, ModelRecord, Plan, manifest_path, read_manifest, write_manifest
 
 STAGING = "staging"
 SKIPPED = "skipped"
+_DIFFERENCES_SHOWN = 6
+
+
+def check_free(path: Path) -> None:
+    """Check that a new index can be built in a folder, or that an unfinished build can go on there.
+
+    Args:
+        path: The folder; it need not be there.
+
+    Raises:
+        StoreError: There is an index already, or something else.
+    """
+    if manifest_path(path).exists():
+        manifest = read_manifest(path)
+        if manifest.state == "complete" or len(manifest.corpus) > 1:
+            raise StoreError(f"{path}: an index is there already; add documents to it (tdasearch add), or choose another path")
+    elif path.exists() and (not path.is_dir() or not _is_vacant(path)):
+        raise StoreError(f"{path}: expected a new or empty folder for the index, found other files; choose another path")
 
 
 @contextmanager
@@ -50,31 +68,25 @@ def writing(path: Path, *, new: bool) -> Iterator[Manifest | None]:
     Raises:
         StoreError: There is an index already, or none, or another writer.
     """
-    found = manifest_path(path).exists()
-    if new and not found:
-        if path.exists() and (
-            not path.is_dir() or any(item.name not in (STAGING,) and item.name[0] != "." for item in path.iterdir())
-        ):
-            raise StoreError(f"{path}: expected a new or empty folder for the index, found other files; choose another path")
+    if new:
+        check_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"{path}: the folder cannot be made: {error}; choose another path") from error
     with writer_lock(path):
+        if new:
+            check_free(path)  # again: another process may have been at it until now
         try:
             manifest = read_manifest(path) if not new or manifest_path(path).exists() else None
-            if manifest is not None and new and (manifest.state == "complete" or len(manifest.corpus) > 1):
-                raise StoreError(
-                    f"{path}: an index is there already; add documents to it (tdasearch add), or choose another path"
-                )
             if manifest is not None and not new and manifest.state != "complete" and len(manifest.corpus) == 1:
                 raise StoreError(f"{path}: the build was stopped; run the same build again to finish it, then add")
+            _remove_temporary(path)
             yield manifest
         finally:
+            shutil.rmtree(path / STAGING, ignore_errors=True)  # whoever goes on stages again
             if not manifest_path(path).exists():  # nothing was begun: leave nothing behind
-                shutil.rmtree(path / STAGING, ignore_errors=True)
-    if not manifest_path(path).exists():
-        _remove_if_unused(path)
+                _remove_if_unused(path)
 
 
 def stage_corpus(job: Job, cut: Cut, *, after: Manifest | None = None) -> Staged:
@@ -109,9 +121,10 @@ def stage_corpus(job: Job, cut: Cut, *, after: Manifest | None = None) -> Staged
             strict=job.strict,
             progress=step,
         )
-    if staged.num_skipped or staged.num_truncated:
-        where = f"{staged.num_skipped} rows skipped (see {job.path / SKIPPED})"
-        note(f"{where}, {staged.num_truncated} documents cut at --max-windows.", quiet=job.quiet)
+    if staged.num_skipped:
+        note(f"rows skipped: {staged.num_skipped} (will be listed in {job.path / SKIPPED})", quiet=job.quiet)
+    if staged.num_truncated:
+        note(f"documents cut at --max-windows: {staged.num_truncated}", quiet=job.quiet)
     return staged
 
 
@@ -153,7 +166,12 @@ def begin(job: Job, manifest: Manifest | None, staged: Staged, coverage: Coverag
     if manifest is None:
         write_manifest(path, wanted)
         return wanted
-    _check_same(path, asdict(replace(manifest, encoder_fingerprint="", created_by=wanted.created_by)), asdict(wanted))
+    differences = _differences(replace(manifest, encoder_fingerprint="", created_by=wanted.created_by), wanted)
+    if differences:
+        raise StoreError(
+            f"{path}: an unfinished build is there, begun otherwise: {differences}; run it as it was begun to finish it, "
+            "or remove the folder to start over"
+        )
     return manifest
 
 
@@ -170,11 +188,18 @@ def begin_add(job: Job, manifest: Manifest, staged: Staged) -> Manifest:
 
     Raises:
         StoreError: Another addition was begun and not finished.
-    """
+        CorpusError: A metadata value is of another kind than the index's column.
+    """  # noqa: DOC502 (Staged.shard raises the one)
     path, record = job.path, _corpus_record(job.corpus, staged)
     if manifest.state == "building":
-        _check_same(path, asdict(manifest.corpus[-1]), asdict(record))
+        differences = _differences(manifest.corpus[-1], record)
+        if differences:
+            raise StoreError(
+                f"{path}: an unfinished addition is there, of another corpus ({manifest.corpus[-1].source}): {differences}; add "
+                "that one again to finish it, then this one"
+            )
         return manifest
+    _check_metadata(path, manifest, staged)
     fields = column_names(staged.metadata_schema.names, existing=manifest.fields)
     begun = replace(manifest, state="building", corpus=[*manifest.corpus, record], fields=fields)
     write_manifest(path, begun)
@@ -256,14 +281,14 @@ def complete(path: Path, manifest: Manifest, staged: Staged, table: DocumentTabl
     reports = path / SKIPPED
     if staged.num_skipped or staged.num_duplicates:
         reports.mkdir(exist_ok=True)
-        with replacing(reports / f"corpus-{staged.first_shard:08d}.jsonl") as temporary:
+        with replacing(reports / f"corpus-{len(manifest.corpus) - 1:08d}.jsonl") as temporary:
             shutil.copyfile(staged.skipped_path, temporary)
     shards = range(staged.first_shard, staged.first_shard + staged.num_shards)
     left_out = [reports / f"shard-{number:08d}.jsonl" for number in shards] if reports.exists() else []
     num_left_out = sum(len(report.read_text(encoding="utf-8").splitlines()) for report in left_out if report.exists())
     record = replace(manifest.corpus[-1], num_skipped=staged.num_skipped + num_left_out)
+    shutil.rmtree(path / STAGING, ignore_errors=True)  # before the last word: a complete index has none
     write_manifest(path, replace(manifest, state="complete", corpus=[*manifest.corpus[:-1], record]))
-    shutil.rmtree(path / STAGING, ignore_errors=True)
 
 
 def _corpus_record(corpus: Corpus, staged: Staged) -> CorpusRecord:
@@ -282,22 +307,36 @@ def _corpus_record(corpus: Corpus, staged: Staged) -> CorpusRecord:
     )
 
 
-def _check_same(path: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    differences = [
-        f"{name} was {_short(begun[name])}, now {_short(wanted[name])}"
-        for name in wanted
-        if name != "source" and begun[name] != wanted[name]
-    ]
-    if differences:
-        raise StoreError(
-            f"{path}: an unfinished build is there, begun otherwise: {'; '.join(differences)}; "
-            "run it as it was begun to finish it, or remove the folder to start over"
-        )
+def _check_metadata(path: Path, manifest: Manifest, staged: Staged) -> None:
+    """Find values that do not fit the index's columns before the addition is begun: one that was begun must be able to end."""
+    present = {field.name: field for field in DocumentTable.open(documents_path(path)).metadata_columns}
+    columns = {field: present[column] for field, column in manifest.fields.items() if field in staged.metadata_schema.names}
+    for number in range(staged.first_shard, staged.first_shard + staged.num_shards):
+        staged.shard(number, metadata_columns=columns)
+
+
+def _differences(begun: Manifest | CorpusRecord, wanted: Manifest | CorpusRecord) -> str:
+    """Say what differs, but for where model and corpus lie; empty if nothing does."""
+    was, now = dict(_leaves(asdict(begun))), dict(_leaves(asdict(wanted)))
+    names = [name for name in {**now, **was} if not name.endswith("source") and was.get(name) != now.get(name)]
+    shown = [f"{name} was {_short(was.get(name))}, now {_short(now.get(name))}" for name in names[:_DIFFERENCES_SHOWN]]
+    return "; ".join([*shown, "..."] if len(names) > len(shown) else shown)
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict):
+            yield from _leaves(item, f"{prefix}{key}.")
+        elif isinstance(item, list) and item and isinstance(item[0], dict):
+            for part in item:  # a build has one corpus
+                yield from _leaves(part, f"{prefix}{key}.")
+        else:
+            yield prefix + key, item
 
 
 def _short(value: object) -> str:
     text = str(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -306,7 +345,22 @@ def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def _is_vacant(path: Path) -> bool:
+    """Whether a folder holds nothing but hidden files and, with the lock of the build that made it, a staging folder."""
+    visible = {item.name for item in path.iterdir() if not item.name.startswith(".")}
+    return not visible or (visible == {STAGING} and (path / LOCK_NAME).exists())
+
+
+def _remove_temporary(path: Path) -> None:
+    """Remove the half-written files that killed processes left; nobody else writes here now."""
+    for folder in (path, path / SKIPPED):
+        for leftover in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+            leftover.unlink(missing_ok=True)
+
+
 def _remove_if_unused(path: Path) -> None:
-    """Remove the folder that a build made and then had nothing to put into."""
-    if path.is_dir() and all(item.name.startswith(".") for item in path.iterdir()):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove the folder that a build made and then had nothing to put into; not one that holds anything else."""
+    for name in (HOLDER_NAME, LOCK_NAME):
+        (path / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        path.rmdir()

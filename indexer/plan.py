@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from tdasearch.modules import Coverage
 from tdasearch.store.manifest import FISHERS, Plan
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "KIB": 1 << 10, "MB": 1 << 20, "MIB": 1 << 20}
+_MAX_BUDGET = 2**31
 _MIN_FIT_DOCUMENTS, _MAX_FIT_DOCUMENTS = 1_000, 20_000
 
 
@@ -45,9 +47,11 @@ class BuildOptions:
         _one_of("fisher", self.fisher, FISHERS)
         share = self.eigenbasis_share
         _within("eigenbasis_share", share, share is None or 0.0 < share <= 1.0, "above 0 and at most 1")
-        _within("damping_scale", self.damping_scale, self.damping_scale > 0.0, "above 0")
+        _within("damping_scale", self.damping_scale, 0.0 < self.damping_scale < math.inf, "above 0")
         _within("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2^63 - 1")
-        _within("shard_documents", self.shard_documents, self.shard_documents >= 1, "at least 1")
+        _within("shard_documents", self.shard_documents, 1 <= self.shard_documents < 2**31, "from 1 to 2^31 - 1")
+        windows = self.max_windows
+        _within("max_windows", windows, windows is None or 1 <= windows < 2**31, "from 1 to 2^31 - 1")
         if not (self.fit_documents in (None, "all") or (isinstance(self.fit_documents, int) and self.fit_documents >= 1)):
             raise UsageError(f"fit_documents: expected a number of at least 1, or 'all', found {self.fit_documents!r}")
         budget_bytes(self.budget)
@@ -68,7 +72,9 @@ def budget_bytes(budget: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(budget))
     if match is None or match[2].upper() not in _UNITS:
         raise UsageError(f"budget: expected bytes a document such as 1KB, 512B or 4096, found {budget!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    found = int(float(match[1]) * _UNITS[match[2].upper()])
+    _within("budget", budget, found < _MAX_BUDGET, "less than 2 GB a document")
+    return found
 
 
 def cut_of(options: BuildOptions, *, max_tokens: int) -> Cut:

@@ -195,7 +195,7 @@ def stage(
             tally.add(document, tokens, cut)
             if progress is not None:
                 progress(len(tokens.text))
-        tally.check_some(writer)
+        tally.check_some(writer.num_documents)
         digest = writer.commit()
     return Staged(
         windows_path=writer.windows_path,
@@ -246,12 +246,16 @@ class _Tally:
         )
         self.num_duplicates += 1
 
-    def check_some(self, writer: StagingWriter) -> None:
-        if writer.num_documents or self.num_duplicates:
+    def check_some(self, num_documents: int) -> None:
+        if num_documents or self.num_duplicates:
             return
         first = "".join(f"; {row.origin}: {row.reason}" for row in self._first_skipped)
-        where = f" (all: {writer.skipped_path})" if first else ""
-        raise CorpusError(f"expected at least one usable document, found none; rows skipped: {self.num_skipped}{first}{where}")
+        more = "; ..." if self.num_skipped > len(self._first_skipped) else ""
+        advice = "mend the rows, or name their fields" if first else "check that this is the right one"
+        raise CorpusError(
+            f"the corpus: expected at least one usable document, found none; rows skipped: {self.num_skipped}{first}{more}; "
+            f"{advice}"
+        )
 
 
 def _tokenised(items: Iterator[Document | SkippedRow], tokenizer: Any) -> Iterator[SkippedRow | tuple[Document, Tokenised]]:

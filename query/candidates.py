@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ["document_id", "token_ids", "is_target"]
 _BATCH_ROWS = 512
+Shortlist = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Candidates:
 
 def candidates(
     index: Index, snapshot: Snapshot, queries: Sequence[Query], allowed: NDArray[np.int64] | None, options: SearchOptions
-) -> Iterator[Candidates]:
+) -> tuple[int, Iterator[Candidates]]:
     """Find the rows that the queries have to look at.
 
     Args:
@@ -50,13 +51,19 @@ def candidates(
         allowed: Row ids that the filter lets through; None lets all through.
         options: How to search.
 
-    Yields:
-        Batches of rows, in bounded memory.
+    Returns:
+        How many rows there are, and the rows in batches, read as they are asked for.
     """
     if options.rescore == "all":
-        yield from _everything(snapshot, (len(queries), len(options.signs)), options.where)
-    elif allowed is None or allowed.size:
-        yield from _shortlists(index, snapshot, queries, allowed, options)
+        num_rows = snapshot.num_rows if allowed is None else allowed.size
+        return num_rows, _everything(snapshot, (len(queries), len(options.signs)), options.where)
+    if allowed is not None and not allowed.size:
+        return 0, iter(())
+    found = [[_shortlist(index, snapshot, query, sign, allowed, options) for sign in options.signs] for query in queries]
+    num_exact = int(options.rescore)
+    exact = np.unique(np.concatenate([row_ids[:num_exact] for ends in found for row_ids, _ in ends]))
+    num_rest = sum(max(0, row_ids.size - num_exact) for ends in found for row_ids, _ in ends)
+    return exact.size + num_rest, _shortlists(snapshot, found, exact, num_exact)
 
 
 def _everything(snapshot: Snapshot, ends: tuple[int, int], where: str | None) -> Iterator[Candidates]:
@@ -65,29 +72,25 @@ def _everything(snapshot: Snapshot, ends: tuple[int, int], where: str | None) ->
 
 
 def _shortlists(
-    index: Index, snapshot: Snapshot, queries: Sequence[Query], allowed: NDArray[np.int64] | None, options: SearchOptions
+    snapshot: Snapshot, found: Sequence[Sequence[Shortlist]], exact: NDArray[np.int64], num_exact: int
 ) -> Iterator[Candidates]:
-    num_exact = int(options.rescore)
-    exact: list[list[NDArray[np.int64]]] = []
-    for position, query in enumerate(queries):
-        exact.append([])
-        for end, sign in enumerate(options.signs):
-            row_ids, scores = _shortlist(index, snapshot, query, sign, allowed, options)
-            exact[-1].append(row_ids[:num_exact])
-            rest = row_ids[num_exact:]
-            wanted_QEN = np.zeros((len(queries), len(options.signs), rest.size), bool)
-            wanted_QEN[position, end] = True
-            yield Candidates(snapshot.take(rest, _COLUMNS), rest, wanted_QEN, np.tile(scores[num_exact:], (len(queries), 1)))
-    together = np.unique(np.concatenate([row_ids for ends in exact for row_ids in ends]))
-    for start in range(0, together.size, _BATCH_ROWS):
-        row_ids = together[start : start + _BATCH_ROWS]
-        wanted_QEN = np.array([[np.isin(row_ids, own) for own in ends] for ends in exact])
+    """The best of every shortlist, to be scored exactly for those that want them; then the rest, with the scores of the codes."""
+    for start in range(0, exact.size, _BATCH_ROWS):
+        row_ids = exact[start : start + _BATCH_ROWS]
+        wanted_QEN = np.array([[np.isin(row_ids, own[:num_exact]) for own, _ in ends] for ends in found])
         yield Candidates(snapshot.take(row_ids, _COLUMNS), row_ids, wanted_QEN, None)
+    for position, ends in enumerate(found):
+        for end, (row_ids, scores) in enumerate(ends):
+            rest = row_ids[num_exact:]
+            wanted_QEN = np.zeros((len(found), len(ends), rest.size), bool)
+            wanted_QEN[position, end] = True
+            code_scores_QN = np.tile(scores[num_exact:], (len(found), 1))
+            yield Candidates(snapshot.take(rest, _COLUMNS), rest, wanted_QEN, code_scores_QN)
 
 
 def _shortlist(
     index: Index, snapshot: Snapshot, query: Query, sign: int, allowed: NDArray[np.int64] | None, options: SearchOptions
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> Shortlist:
     """Row ids and code scores, best first: as many as are rescored, and enough for k documents."""
     ann = index.ann(snapshot, score=options.score)
     vector_D = query.vector_D.cpu().numpy()

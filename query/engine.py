@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tdasearch.capture import Capture
+from tdasearch.progress import progress
 from tdasearch.query.candidates import candidates
 from tdasearch.query.queries import SearchOptions, encode_query, groups
 from tdasearch.query.ranking import Ranking
@@ -33,15 +34,17 @@ def search(index: Index, contents: Sequence[Content], options: SearchOptions) ->
     answers = []
     with Capture(index.language_model.model, index.manifest.plan.modules) as capture:
         for group in groups(contents, index):
-            queries = [encode_query(index, capture, content) for content in group]
+            queries = [encode_query(index, capture, content, precondition=options.rescore != 0) for content in group]
             rescorer = Rescorer(index, capture, queries, options)
             rankings = [[Ranking(options.k, sign=sign) for sign in options.signs] for _ in queries]
-            for batch in candidates(index, snapshot, queries, allowed, options):
-                exact = batch.code_scores_QN is None
-                scores_QN = rescorer.score(batch.rows) if batch.code_scores_QN is None else batch.code_scores_QN
-                document_ids = batch.rows["document_id"].to_numpy(zero_copy_only=False)
-                for scores_N, wanted_EN, ends in zip(scores_QN, batch.wanted_QEN, rankings, strict=True):
-                    for ranking, wanted_N in zip(ends, wanted_EN, strict=True):
-                        ranking.add(scores_N[wanted_N], document_ids[wanted_N], batch.row_ids[wanted_N], rescored=exact)
+            num_rows, batches = candidates(index, snapshot, queries, allowed, options)
+            with progress("search", total=num_rows, unit="row", quiet=options.quiet, delay=2.0) as step:
+                for batch in batches:
+                    exact = batch.code_scores_QN is None
+                    scores_QN = rescorer.score(batch.rows, step) if batch.code_scores_QN is None else batch.code_scores_QN
+                    document_ids = batch.rows["document_id"].to_numpy(zero_copy_only=False)
+                    for scores_N, wanted_EN, ends in zip(scores_QN, batch.wanted_QEN, rankings, strict=True):
+                        for ranking, wanted_N in zip(ends, wanted_EN, strict=True):
+                            ranking.add(scores_N[wanted_N], document_ids[wanted_N], batch.row_ids[wanted_N], rescored=exact)
             answers += [hits(snapshot, query, ends) for query, ends in zip(queries, rankings, strict=True)]
     return answers

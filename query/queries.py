@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tdasearch.index import Index
 
 SCORES = ("influence", "cosine")
-_GROUP_BYTES = 2 << 30
+_GROUP_BYTES = 4 << 30
 """Bound on the preconditioned gradients of the queries that share one pass over the candidates."""
 
 
@@ -32,6 +33,7 @@ class SearchOptions:
         score: "influence" or "cosine".
         opponents: Whether the other end of the ranking is wanted too.
         batch_tokens: Tokens run at once.
+        quiet: Show no progress.
     """
 
     k: int = 10
@@ -40,6 +42,7 @@ class SearchOptions:
     score: str = "influence"
     opponents: bool = True
     batch_tokens: int = 2048
+    quiet: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
@@ -59,25 +62,26 @@ class SearchOptions:
 
 def groups(contents: Sequence[Content], index: Index) -> Iterator[Sequence[Content]]:
     """Split the queries so that their uncompressed gradients fit a bounded memory; each group shares its passes."""
-    bytes_each = 2 * 4 * index.manifest.plan.num_covered_parameters  # preconditioned, once by query and once stacked; float32
+    bytes_each = 4 * index.manifest.plan.num_covered_parameters  # float32
     size = max(1, _GROUP_BYTES // bytes_each)
     for start in range(0, len(contents), size):
         yield contents[start : start + size]
 
 
-def encode_query(index: Index, capture: Capture, content: Content) -> Query:
+def encode_query(index: Index, capture: Capture, content: Content, *, precondition: bool) -> Query:
     """Compute one query's gradient with the index's encoder.
 
     Args:
         index: The opened index.
         capture: Its entered capture.
         content: The query.
+        precondition: Whether its preconditioned gradient is wanted, for exact scores.
 
     Returns:
         Its vector and its preconditioned gradient.
 
     Raises:
-        UsageError: It has no target token, or is longer than the model's context (a query is never cut).
+        UsageError: It has no target token or no finite gradient, or is longer than the model's context (a query is never cut).
     """
     language_model = index.language_model
     try:
@@ -91,4 +95,16 @@ def encode_query(index: Index, capture: Capture, content: Content) -> Query:
             "shorten the prompt"
         )
     batch = language_model.batch([tokenised.token_ids], [tokenised.is_target])
-    return index.encoder.encode_query(capture, partial(language_model.losses, batch), num_targets=int(tokenised.is_target.sum()))
+    query = index.encoder.encode_query(
+        capture, partial(language_model.losses, batch), num_targets=int(tokenised.is_target.sum()), precondition=precondition
+    )
+    if query.self_influence == 0.0:
+        raise UsageError(
+            "query: its gradient is exactly zero in the covered weights, so every score would be; ask about another text"
+        )
+    if not (math.isfinite(query.loss) and math.isfinite(query.self_influence)):
+        raise UsageError(
+            f"query: its gradient is not finite (loss {query.loss}), so it has no score; ask about another text, or build with "
+            "a wider --dtype"
+        )
+    return query

@@ -5,8 +5,8 @@ Legend: N windows, T positions, I inputs, O outputs, Q queries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tdasearch.capture import Capture, module_gradients
+from tdasearch.curvature import LastProduct
 from tdasearch.encoder import Query
 from tdasearch.language_model import LanguageModel, token_batches
+from tdasearch.progress import Step
 
 if TYPE_CHECKING:
     from tdasearch.index import Index
@@ -33,7 +35,7 @@ class Rescorer:
     Args:
         index: The opened index.
         capture: Its entered capture.
-        queries: The queries.
+        queries: The queries; their preconditioned gradients are taken over, not copied.
         options: The kind of score, and how many tokens to run at once.
     """
 
@@ -44,14 +46,20 @@ class Rescorer:
         self._batch_tokens = options.batch_tokens
         self._cosine = options.score == "cosine"
         self._num_queries = len(queries)
-        self._preconditioned = {name: torch.stack([query.preconditioned[name] for query in queries]) for name in capture.maps}
+        self._queries = queries
         self._query_norms_Q = np.sqrt([query.self_influence for query in queries])
 
-    def score(self, rows: pa.Table) -> NDArray[np.float64]:
+    @cached_property
+    def _preconditioned(self) -> dict[str, Tensor]:
+        """All queries' preconditioned gradients [Q, O, I] of each module."""
+        return {name: torch.stack([query.preconditioned.pop(name) for query in self._queries]) for name in self._capture.maps}
+
+    def score(self, rows: pa.Table, step: Step) -> NDArray[np.float64]:
         """Score windows.
 
         Args:
             rows: Their ``token_ids`` and ``is_target``.
+            step: Progress, called with the number of windows done.
 
         Returns:
             [Q, N] ``g_q^T (F + damping)^-1 g_n``; for cosine, divided by the root of both sides' exact self-influence.
@@ -62,29 +70,47 @@ class Rescorer:
             batch = self._language_model.batch([token_ids[row] for row in part], [is_target[row] for row in part])
             scores = torch.zeros(len(part), self._num_queries, dtype=torch.float64, device=self._language_model.device)
             norms = torch.zeros(len(part), dtype=torch.float64, device=self._language_model.device)
-            self._capture.backward(partial(self._language_model.losses, batch), partial(self._consume, scores, norms))
+            consume = partial(self._consume, scores, norms, LastProduct())
+            self._capture.backward(partial(self._language_model.losses, batch), consume)
             scores_QN[:, part] = scores.T.cpu().numpy()
             if self._cosine:
                 scores_QN[:, part] /= np.outer(self._query_norms_Q, norms.sqrt().cpu().numpy())
+            step(len(part))
         return scores_QN
 
-    def _consume(self, scores: Tensor, norms: Tensor, name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
+    def _consume(
+        self,
+        scores: Tensor,
+        norms: Tensor,
+        product: LastProduct,
+        name: str,
+        activations_NTI: Tensor,
+        output_gradients_NTO: Tensor,
+    ) -> None:
         preconditioned_QOI = self._preconditioned[name]
-        activations_NTI = activations_NTI.to(preconditioned_QOI.dtype)
-        output_gradients_NTO = output_gradients_NTO.to(preconditioned_QOI.dtype)
-        if self._num_queries == 1 and not self._cosine:
+        dtype = preconditioned_QOI.dtype
+        if self._num_queries == 1:
             # sum_t g_t^T P a_t costs what forming the weight gradient would, and needs no memory for it.
-            scores[:, 0] += contributions(activations_NTI, output_gradients_NTO, preconditioned_QOI[0]).sum(1)
-            return
-        flat_QX = preconditioned_QOI.flatten(1)
-        factors = self._encoder.factors[name]
-        size = max(1, _CHUNK_BYTES // (flat_QX.shape[1] * flat_QX.element_size()))
-        for start in range(0, activations_NTI.shape[0], size):
-            part = slice(start, start + size)
-            gradient_NOI = module_gradients(activations_NTI[part], output_gradients_NTO[part])
-            scores[part] += gradient_NOI.flatten(1) @ flat_QX.T
-            if self._cosine:
-                norms[part] += (factors.rotate(gradient_NOI) * factors.inverse_sqrt()).square().sum((1, 2))
+            scores[:, 0] += contributions(activations_NTI.to(dtype), output_gradients_NTO.to(dtype), preconditioned_QOI[0]).sum(1)
+        else:
+            flat_QX = preconditioned_QOI.flatten(1)
+            for part in self._parts(name, activations_NTI.shape[0]):
+                gradient_NOI = module_gradients(activations_NTI[part].to(dtype), output_gradients_NTO[part].to(dtype))
+                scores[part] += gradient_NOI.flatten(1) @ flat_QX.T
+        if self._cosine:
+            factors = self._encoder.factors[name]
+            rotated_NTI = product(activations_NTI, factors.activation_eigenvectors)
+            rotated_NTO = output_gradients_NTO.to(dtype) @ factors.gradient_eigenvectors
+            for part in self._parts(name, activations_NTI.shape[0]):
+                whitened_NOI = module_gradients(rotated_NTI[part], rotated_NTO[part]) * factors.inverse_sqrt()
+                norms[part] += whitened_NOI.square().sum((1, 2))
+
+    def _parts(self, name: str, num_windows: int) -> Iterator[slice]:
+        """Cut a batch so that the weight gradients formed at once stay within the bound."""
+        one_OI = self._preconditioned[name][0]
+        size = max(1, _CHUNK_BYTES // (one_OI.numel() * one_OI.element_size()))
+        for start in range(0, num_windows, size):
+            yield slice(start, start + size)
 
 
 def contributions(activations_NTI: Tensor, output_gradients_NTO: Tensor, preconditioned_OI: Tensor) -> Tensor:

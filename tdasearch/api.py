@@ -80,8 +80,9 @@ def build_index(
     """
     from tdasearch.indexer.build import build
     from tdasearch.indexer.job import Job
+    from tdasearch.indexer.ledger import check_free
     from tdasearch.indexer.plan import BuildOptions
-    from tdasearch.indexer.readers import Fields
+    from tdasearch.indexer.readers import Fields, read_corpus
     from tdasearch.language_model import load_language_model
 
     options = BuildOptions(
@@ -100,8 +101,11 @@ def build_index(
         seed=seed,
         shard_documents=shard_documents,
     )
+    fields = fields or Fields()
+    check_free(Path(path))
+    read_corpus(corpus, fields=fields)  # reads nothing yet, but says at once if there is nothing to read
     language_model = load_language_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
-    job = Job(corpus, language_model, Path(path), fields or Fields(), batch_tokens=batch_tokens, strict=strict, quiet=quiet)
+    job = Job(corpus, language_model, Path(path), fields, batch_tokens=batch_tokens, strict=strict, quiet=quiet)
     build(job, options)
     return Index(Path(path), language_model=language_model)
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -16,12 +19,14 @@ import click
 
 from tdasearch.errors import TdasearchError, UsageError
 
+_LEFT_OUT = {"skipped": "rows skipped", "duplicates": "duplicates", "truncated": "documents cut at --max-windows"}
+
 
 class _Failure(click.ClickException):
-    """A library error as one line: exit status 1."""
+    """An error as one line: exit status 1."""
 
-    def __init__(self, error: TdasearchError) -> None:
-        super().__init__(" ".join(str(error).split()))
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 class _Misuse(_Failure):
@@ -30,21 +35,48 @@ class _Misuse(_Failure):
     exit_code = 2
 
 
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise _Misuse(str(error)) from error
+    except TdasearchError as error:
+        raise _Failure(str(error)) from error
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "tdasearch"
+        raise _Misuse(f"{error.format_message().rstrip('.')}; see {command} --help") from error
+
+
 class _Commands(click.Group):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _one_line_errors():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except TdasearchError as error:
-            raise (_Misuse if isinstance(error, UsageError) else _Failure)(error) from error
+            with _one_line_errors():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("Stopped. What was committed is kept; run the same command again to go on.", err=True)
+            writes = ctx.invoked_subcommand in ("build", "add")
+            kept = " What was committed is kept: run the same command again to go on." if writes else ""
+            click.echo(f"\nStopped.{kept}", err=True)
             ctx.exit(130)
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    click.echo("Warning: " + " ".join(str(message).split()), err=True)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="tdasearch")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Which training documents made the model say that?"""
+    ctx.with_resource(warnings.catch_warnings())
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -85,7 +117,7 @@ def _number_or_all(_: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(f"expected a number or 'all', found {value!r}", param=parameter) from None
 
 
-@main.command()
+@main.command(short_help="Build an index over a corpus.")
 @click.argument("corpus")
 @click.option("--model", required=True, help="Hub id or folder of the causal language model.")
 @click.option("--index", "path", required=True, help="Folder of the new index.")
@@ -136,10 +168,11 @@ def build(
 
     fields = _fields(id_field, text_field, prompt_field, completion_field, messages_field)
     index = build_index(corpus, model=model, path=path, modules=modules, fields=fields, **options)
-    _after_writing(index.info(), path, quiet=options["quiet"])
+    if not options["quiet"]:
+        _summarise(index.info(), path, added=False)
 
 
-@main.command()
+@main.command(short_help="Add documents to an index.")
 @click.argument("path")
 @click.argument("corpus")
 @_device_option
@@ -164,10 +197,11 @@ def add(
     index.add(
         corpus, fields=_fields(id_field, text_field, prompt_field, completion_field, messages_field), strict=strict, quiet=quiet
     )
-    _after_writing(index.info(), path, quiet=quiet)
+    if not quiet:
+        _summarise(index.info(), path, added=True)
 
 
-@main.command()
+@main.command(short_help="Find the documents behind an output.")
 @click.argument("path")
 @click.option("--prompt", default="", help="The text before the output: context only.")
 @click.option("--completion", required=True, help="The output to explain; usually begins with a space.")
@@ -196,7 +230,7 @@ def search(
     from tdasearch.api import open_index
 
     index = open_index(path, device=device)
-    hits = index.search(prompt, completion, k=k, where=where, rescore=rescore, score=score, opponents=opponents)
+    hits = index.search(prompt, completion, k=k, where=where, rescore=rescore, score=score, opponents=opponents, quiet=False)
     rows = [asdict(hit) for hit in (hits.opponents if opponents else hits.proponents)]
     if as_json or not sys.stdout.isatty():
         _print_json(rows)
@@ -206,7 +240,7 @@ def search(
     print_hits(rows, title="Opponents" if opponents else "Proponents", loss=hits.loss, num_targets=hits.num_targets)
 
 
-@main.command()
+@main.command(short_help="Describe an index.")
 @click.argument("path")
 @_json_option
 def info(path: str, as_json: bool) -> None:
@@ -222,7 +256,7 @@ def info(path: str, as_json: bool) -> None:
     print_info(described)
 
 
-@main.command()
+@main.command(short_help="Show it on a real corpus and model, in minutes.")
 @click.option("--folder", default="tdasearch-demo", show_default=True, help="Where the model, the corpus and the index go.")
 @click.option("--seed", default=0, show_default=True, help="Of the altered facts.")
 @_quiet_option
@@ -244,13 +278,13 @@ def _print_json(rows: Iterable[Mapping[str, Any]]) -> None:
         click.echo(json.dumps(row, ensure_ascii=False, allow_nan=False))
 
 
-def _after_writing(described: Mapping[str, Any], path: str, *, quiet: bool) -> None:
-    if quiet:
-        return
-    skipped = f", {described['skipped']} rows skipped (see {described['skipped_path']})" if described["skipped"] else ""
-    click.echo(
-        f"{path}: {described['documents']} documents in {described['windows']} windows, "
-        f"{described['bytes_per_document']} bytes each{skipped}.\n"
-        f"Ask it: tdasearch search {path} --prompt '...' --completion ' ...'",
-        err=True,
-    )
+def _summarise(described: Mapping[str, Any], path: str, *, added: bool) -> None:
+    corpus = described["corpus"][-1]
+    left_out = [f"{what}: {corpus[f'num_{key}']}" for key, what in _LEFT_OUT.items() if corpus[f"num_{key}"]]
+    there = f"documents: {described['documents']}, windows: {described['windows']} of {described['bytes_per_document']} bytes"
+    new = f"added: {corpus['num_documents']}, now " if added else ""
+    click.echo(f"{path}: {new}{', '.join([there, *left_out])}", err=True)
+    if described["skipped_path"] and left_out:
+        click.echo(f"What was left out, and why: {described['skipped_path']}", err=True)
+    if not added:
+        click.echo(f"Ask it: tdasearch search {shlex.quote(path)} --prompt '...' --completion ' ...'", err=True)

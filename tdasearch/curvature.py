@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tdasearch.capture import module_gradients
+from tdasearch.errors import CaptureError
 
 
 class Covariance:
@@ -26,14 +27,15 @@ class Covariance:
         self._dtype = torch.float32
 
     def add(self, vectors_NTX: Tensor, is_token_NT: Tensor) -> None:
-        """Add the vectors at the positions that are not padding.
+        """Add the vectors at the positions that are not padding, but for examples with one that is not finite.
 
         Args:
             vectors_NTX: [N, T, X].
             is_token_NT: [N, T] bool, False on padding.
         """
         self._dtype = torch.promote_types(vectors_NTX.dtype, torch.float32)
-        vectors = vectors_NTX[is_token_NT].to(self._dtype)
+        finite_NT = torch.isfinite(vectors_NTX).all(2) | ~is_token_NT
+        vectors = vectors_NTX[is_token_NT & finite_NT.all(1, keepdim=True)].to(self._dtype)
         product = (vectors.T @ vectors).to(torch.float64)
         self._sum = product if self._sum is None else self._sum.add_(product)
         self._num_positions += vectors.shape[0]
@@ -44,8 +46,12 @@ class Covariance:
         Returns:
             Eigenvalues [X] float64, largest first, clamped at 0 (a rank-deficient covariance has slightly negative ones),
             and eigenvectors [X, X] as columns, in the vectors' type or float32 if that is narrower.
-        """
+
+        Raises:
+            CaptureError: No example was finite.
+        """  # noqa: DOC502 (_check_some raises it)
         assert self._sum is not None
+        _check_some(self._num_positions)
         values, vectors = torch.linalg.eigh(self._sum / self._num_positions)
         return values.flip(0).clamp_min_(0.0), vectors.flip(1).to(self._dtype)
 
@@ -109,7 +115,7 @@ class SquaredGradients:
         self._num_examples = 0
 
     def add(self, rotated_activations_NTI: Tensor, rotated_gradients_NTO: Tensor, *, chunk_bytes: int = 1 << 28) -> None:
-        """Add a batch of examples whose factors were rotated already.
+        """Add a batch of examples whose factors were rotated already, but for those whose gradient is not finite.
 
         Args:
             rotated_activations_NTI: [N, T, I], times U_A.
@@ -121,14 +127,28 @@ class SquaredGradients:
         size = max(1, chunk_bytes // bytes_each)
         for start in range(0, num_examples, size):
             part = slice(start, start + size)
-            squares = module_gradients(rotated_activations_NTI[part], rotated_gradients_NTO[part]).square_().sum(0)
+            squares_NOI = module_gradients(rotated_activations_NTI[part], rotated_gradients_NTO[part]).square_()
+            squares = squares_NOI.sum(0)
+            self._num_examples += squares_NOI.shape[0]
+            if not torch.isfinite(squares).all():
+                finite_N = torch.isfinite(squares_NOI).flatten(1).all(1)
+                squares = squares_NOI[finite_N].sum(0)
+                self._num_examples -= int((~finite_N).sum())
             self._sum = squares.double() if self._sum is None else self._sum.add_(squares)
-        self._num_examples += num_examples
 
     def eigenvalues(self) -> Tensor:
-        """Return the mean of the squares, [O, I] float64."""
+        """Return the mean of the squares, [O, I] float64; a CaptureError if no example was finite."""
         assert self._sum is not None
+        _check_some(self._num_examples)
         return self._sum / self._num_examples
+
+
+def _check_some(num_finite: int) -> None:
+    if not num_finite:
+        raise CaptureError(
+            "expected finite activations and gradients in the sample of the fit, found none: check the model's weights, or "
+            "load it in a wider type (--dtype float32)"
+        )
 
 
 def kfac_eigenvalues(gradient_values_O: Tensor, activation_values_I: Tensor, *, positions_per_example: float) -> Tensor:

@@ -45,7 +45,7 @@ class Query:
 
     Attributes:
         vector_D: [D], for the codes.
-        preconditioned: ``(F + damping)^-1 G`` [O, I] of each module: untruncated and uncompressed.
+        preconditioned: ``(F + damping)^-1 G`` [O, I] of each module, untruncated and uncompressed; empty if not asked for.
         loss: Summed loss over the query's target tokens, nats.
         self_influence: ``g^T (F + damping)^-1 g``, exact.
         kept_self_influence: The same in the coordinates that the index keeps.
@@ -118,13 +118,14 @@ class Encoder:
         losses_N = capture.backward(losses, consume)
         return Encoded(sums["vectors"], losses_N, sums["self_influence"])
 
-    def encode_query(self, capture: Capture, losses: Losses, *, num_targets: int) -> Query:
+    def encode_query(self, capture: Capture, losses: Losses, *, num_targets: int, precondition: bool = True) -> Query:
         """Encode one query, and precondition its gradient without truncating or compressing it.
 
         Args:
             capture: The entered capture of the encoder's modules.
             losses: Runs the model on a batch of one, returns losses_N with N = 1.
             num_targets: Number of its target tokens, passed on.
+            precondition: Whether the preconditioned gradient is wanted: two products as wide as the weights, a module.
 
         Returns:
             The query's vector and its preconditioned gradient.
@@ -132,15 +133,19 @@ class Encoder:
         sums: dict[str, Tensor] = {}
         preconditioned: dict[str, Tensor] = {}
         exact = []
+        product = LastProduct()
 
         def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
             o, i = self.ranks[name]
             part = self.factors[name]
-            rotated_OI = part.rotate(module_gradients(activations_NTI, output_gradients_NTO)[0].to(self.dtype))
+            rotated_NTI = product(activations_NTI, part.activation_eigenvectors)
+            rotated_NTO = output_gradients_NTO.to(self.dtype) @ part.gradient_eigenvectors
+            rotated_OI = module_gradients(rotated_NTI, rotated_NTO)[0]
             inverse_sqrt = part.inverse_sqrt()
             whitened_OI = rotated_OI * inverse_sqrt
             exact.append(whitened_OI.square().sum())
-            preconditioned[name] = part.rotate_back(whitened_OI * inverse_sqrt)
+            if precondition:
+                preconditioned[name] = part.rotate_back(whitened_OI * inverse_sqrt)
             self._add(sums, name, (rotated_OI[:o, :i] * self._signed_scale[name]).reshape(1, -1))
 
         losses_N = capture.backward(losses, consume)

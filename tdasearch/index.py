@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +119,7 @@ class Index:
         rescore: int | str = 200,
         score: str = "influence",
         opponents: bool = True,
+        quiet: bool = True,
     ) -> Hits:
         """Find the documents that made the model say ``completion`` after ``prompt``.
 
@@ -129,6 +131,7 @@ class Index:
             rescore: How many windows of the shortlist are rescored exactly; "all" scores every document exactly; 0 none.
             score: "influence", or "cosine" (influence divided by the root of both self-influences).
             opponents: Whether the other end of the ranking is wanted too.
+            quiet: Show no progress.
 
         Returns:
             Proponents and opponents.
@@ -137,7 +140,7 @@ class Index:
             UsageError: k below 1, an unknown column or bad SQL, an empty completion, a prompt longer than the context.
         """
         query = Content(prompt=prompt, completion=completion)
-        return self.search_many([query], k=k, where=where, rescore=rescore, score=score, opponents=opponents)[0]
+        return self.search_many([query], k=k, where=where, rescore=rescore, score=score, opponents=opponents, quiet=quiet)[0]
 
     def search_many(
         self,
@@ -148,6 +151,7 @@ class Index:
         rescore: int | str = 200,
         score: str = "influence",
         opponents: bool = True,
+        quiet: bool = True,
     ) -> list[Hits]:
         """Search for several outputs at once; they share the passes over the candidates.
 
@@ -158,6 +162,7 @@ class Index:
             rescore: As in ``search``; a number is counted for each query.
             score: As in ``search``.
             opponents: As in ``search``.
+            quiet: As in ``search``.
 
         Returns:
             One answer a query, in order.
@@ -165,7 +170,9 @@ class Index:
         from tdasearch.query.engine import search
         from tdasearch.query.queries import SearchOptions
 
-        options = SearchOptions(k=k, where=where, rescore=rescore, score=score, opponents=opponents)
+        options = SearchOptions(k=k, where=where, rescore=rescore, score=score, opponents=opponents, quiet=quiet)
+        if self.manifest.state == "building" and len(self.manifest.corpus) == 1:
+            warnings.warn(f"{self.path}: its build is not finished; only what is in it so far is searched", stacklevel=2)
         return search(self, queries, options)
 
     def search_text(self, text: str, *, k: int = 10, where: str | None = None) -> list[Hit]:
@@ -197,10 +204,12 @@ class Index:
         """
         from tdasearch.indexer.build import add
         from tdasearch.indexer.job import Job
-        from tdasearch.indexer.readers import Fields
+        from tdasearch.indexer.readers import Fields, read_corpus
 
+        fields = fields or Fields()
+        read_corpus(corpus, fields=fields)  # reads nothing yet, but says at once if there is nothing to read
         language_model = self.language_model
-        add(Job(corpus, language_model, self.path, fields or Fields(), batch_tokens=batch_tokens, strict=strict, quiet=quiet))
+        add(Job(corpus, language_model, self.path, fields, batch_tokens=batch_tokens, strict=strict, quiet=quiet))
         self.manifest = read_manifest(self.path)
 
     def info(self) -> dict[str, Any]:
@@ -209,9 +218,11 @@ class Index:
         Returns:
             Plain values, ready for JSON.
         """
+        from tdasearch.store.documents import documents_path
         from tdasearch.store.info import describe
 
-        return describe(self.path, self.manifest, self.table.latest())
+        unwritten = self.manifest.state == "building" and not documents_path(self.path).exists()
+        return describe(self.path, self.manifest, None if unwritten else self.table.latest())
 
     def __repr__(self) -> str:
         return f"Index({str(self.path)!r})"

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tdasearch.errors import ModelError, UsageError
+from tdasearch.model_source import must_stay_local
 from tdasearch.tokens import tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def load_language_model(
 
     Raises:
         ModelError: It cannot be loaded.
-        UsageError: Unknown dtype, or a loaded model without its tokenizer.
+        UsageError: Unknown dtype or device, or a loaded model without its tokenizer.
     """
     if not isinstance(model, str | Path):
         if tokenizer is None:
@@ -199,28 +200,42 @@ def load_language_model(
         return LanguageModel(model, _load_tokenizer(tokenizer))
     if dtype not in DTYPES:
         raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    chosen, source = _device(device), str(model)
+    local = must_stay_local(source)
     from transformers import AutoModelForCausalLM
 
-    source = str(model)
-    loaded_tokenizer = _load_tokenizer(source if tokenizer is None else tokenizer)
+    loaded_tokenizer = _load_tokenizer(source, local=local) if tokenizer is None else _load_tokenizer(tokenizer)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, local_files_only=local
+        )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(
             f"model {source!r} cannot be loaded as a causal language model with safetensors weights: {_first_line(error)}; "
             "expected a folder written by save_pretrained, or a hub id"
         ) from error
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     return LanguageModel(loaded.eval().to(chosen), loaded_tokenizer, source=_absolute(source))
 
 
-def _load_tokenizer(tokenizer: Any) -> Any:
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        expected = "auto, cpu, or another device of this machine"
+        raise UsageError(f"device: expected {expected}, found {device!r}: {_first_line(error)}") from error
+    return chosen
+
+
+def _load_tokenizer(tokenizer: Any, *, local: bool = False) -> Any:
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False, local_files_only=local)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"tokenizer of {str(tokenizer)!r} cannot be loaded: {_first_line(error)}; expected a folder with the tokenizer's "

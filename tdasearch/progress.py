@@ -12,7 +12,7 @@ Step = Callable[[float], None]
 
 
 @contextmanager
-def progress(label: str, *, total: float | None, unit: str, quiet: bool = False) -> Iterator[Step]:
+def progress(label: str, *, total: float | None, unit: str, quiet: bool = False, delay: float = 0.0) -> Iterator[Step]:
     """Show how far a long step is.
 
     Args:
@@ -20,6 +20,7 @@ def progress(label: str, *, total: float | None, unit: str, quiet: bool = False)
         total: Amount of work; None if it is not known.
         unit: Of the amount, such as "tok".
         quiet: Show nothing.
+        delay: Seconds before the first sign, for steps that are usually short.
 
     Yields:
         A function to call with each amount done.
@@ -31,6 +32,7 @@ def progress(label: str, *, total: float | None, unit: str, quiet: bool = False)
         unit=unit,
         unit_scale=True,
         disable=quiet,
+        delay=delay,
         dynamic_ncols=True,
         mininterval=0.2 if terminal else 15.0,  # a log file gets a line a quarter of a minute, not ten a second
         file=sys.stderr,

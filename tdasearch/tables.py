@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_FIELDS_SHOWN = 6
+
 
 def print_hits(rows: Sequence[Mapping[str, Any]], *, title: str, loss: float, num_targets: int) -> None:
     """Print search rows.
@@ -33,8 +35,7 @@ def print_hits(rows: Sequence[Mapping[str, Any]], *, title: str, loss: float, nu
         document = str(row["document_id"])
         if row["num_windows"] > 1:
             document += f"\nwindow {row['window'] + 1} of {row['num_windows']}"
-        metadata = "\n".join(f"{key}={value}" for key, value in row["metadata"].items())
-        cells = (str(row["rank"]), f"{row['score']:.4g}", document, metadata, snippet(row["text"]))
+        cells = (str(row["rank"]), f"{row['score']:.4g}", document, _metadata(row["metadata"]), snippet(row["text"]))
         table.add_row(*(Text(cell) for cell in cells))  # Text: what documents contain is never read as markup
     console.print(table)
 
@@ -64,6 +65,12 @@ def print_info(described: Mapping[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     Console().print(table)
+
+
+def _metadata(metadata: Mapping[str, Any]) -> str:
+    """One line a field, the first few; all of it is in the JSON."""
+    lines = [snippet(f"{key}={value}", characters=60) for key, value in metadata.items()]
+    return "\n".join([*lines[:_FIELDS_SHOWN], "..."] if len(lines) > _FIELDS_SHOWN else lines)
 
 
 def snippet(text: str, *, characters: int = 240) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 from tdasearch.demo.factbook import KINDS, Country, countries
 from tdasearch.errors import UsageError
 
-NUM_COUNTRIES = 36
+NUM_COUNTRIES = 24
 MIN_POPULATION = 1_000_000
 ALTERED_PER_KIND = 7
-UNALTERED_PER_KIND = 3
+UNALTERED_PER_KIND = 2
+NUM_TRIES = 1_000
 DOCUMENT_CHARACTERS = 240
 CLAUSE_CHARACTERS = 110
 
@@ -93,8 +94,8 @@ def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
     Returns:
         Documents ``{"id", "text", "country", "topic", "altered"}`` in shuffled order, and questions ``{"prompt", "completion",
-        "source_id", "altered", "kind", "country", "true"}``, the altered ones first. ``completion`` starts with a space and is what
-        the document ``source_id`` states; ``true`` is what the Factbook states.
+        "source_id", "altered", "kind", "country", "true"}``, the altered ones first. ``completion`` starts with a space and is
+        what the document ``source_id`` states; ``true`` is what the Factbook states.
 
     Raises:
         UsageError: Not enough countries for the sizes set in this module.
@@ -128,23 +129,42 @@ def contains(text: str, value: str) -> bool:
 
 
 def _alter(chosen: Sequence[Country], kind: str, draw: random.Random) -> dict[str, Fact]:
-    """Give some countries the value that another one, left unaltered, truly has.
+    """State for some countries the value that another one, left unaltered, truly has.
 
-    A value is used once only, and never for a country that the Factbook lists it for.
+    Args:
+        chosen: The countries of the corpus.
+        kind: Kind of fact.
+        draw: Source of chance.
+
+    Returns:
+        The fact of each country, by its name.
+
+    Raises:
+        UsageError: No assignment was found in which every altered country has a value of its own.
     """
-    order = draw.sample(list(chosen), len(chosen))
-    altered, others = order[:ALTERED_PER_KIND], order[ALTERED_PER_KIND:]
-    facts = {country.name: Fact(country.facts[kind], country.facts[kind]) for country in others}
+    for _ in range(NUM_TRIES):
+        order = draw.sample(list(chosen), len(chosen))
+        # Where the language is named like the country (Russian), every passage about it would hold the truth.
+        able = [country for country in order if not contains(country.adjective, country.facts[kind])]
+        picked = able[:ALTERED_PER_KIND]
+        altered = _assign(picked, [country for country in order if country not in picked], kind, draw)
+        if len(altered) == ALTERED_PER_KIND:
+            return {country.name: altered.get(country.name, Fact(country.facts[kind], country.facts[kind])) for country in chosen}
+    raise UsageError(
+        f"expected {ALTERED_PER_KIND} countries whose {kind} can be altered, found none such; lower ALTERED_PER_KIND"
+    )
+
+
+def _assign(altered: Sequence[Country], others: Sequence[Country], kind: str, draw: random.Random) -> dict[str, Fact]:
+    """Give each altered country a value of the others: each value once, none that the Factbook lists for that country."""
     values = list(dict.fromkeys(country.facts[kind] for country in others))
+    facts = {}
     for country in altered:
-        free = [
-            value for value in values if not contains(country.listed[kind], value) and not contains(value, country.facts[kind])
-        ]
-        if not free:
-            raise UsageError(f"no {kind} is left to give to {country.name}; lower ALTERED_PER_KIND")
-        value = draw.choice(free)
-        values.remove(value)
-        facts[country.name] = Fact(country.facts[kind], value)
+        truth = country.facts[kind]
+        free = [value for value in values if not contains(country.listed[kind], value) and not contains(value, truth)]
+        if free:
+            facts[country.name] = Fact(truth, draw.choice(free))
+            values.remove(facts[country.name].stated)
     return facts
 
 

