@@ -18,7 +18,7 @@ from torch import Tensor
 from tdasearch.capture import Capture, module_gradients
 from tdasearch.curvature import LastProduct
 from tdasearch.encoder import Query
-from tdasearch.language_model import LanguageModel, token_batches
+from tdasearch.language_model import Bools, Ints, LanguageModel, token_batches
 from tdasearch.progress import Step
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def contributions(activations_NTI: Tensor, output_gradients_NTO: Tensor, precond
 
 
 def position_contributions(
-    language_model: LanguageModel, capture: Capture, query: Query, token_ids: Sequence[int], is_target: Sequence[bool]
+    language_model: LanguageModel, capture: Capture, query: Query, token_ids: Ints, is_target: Bools
 ) -> NDArray[np.float64]:
     """Split a window's exact score over its positions.
 
@@ -137,8 +137,9 @@ def position_contributions(
 
     def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
         preconditioned_OI = query.preconditioned[name]
-        factors = (part.to(preconditioned_OI.dtype) for part in (activations_NTI, output_gradients_NTO))
-        sums.append(contributions(*factors, preconditioned_OI)[0].double())
+        dtype = preconditioned_OI.dtype
+        by_position_NT = contributions(activations_NTI.to(dtype), output_gradients_NTO.to(dtype), preconditioned_OI)
+        sums.append(by_position_NT[0].double())
 
     batch = language_model.batch([token_ids], [is_target])
     capture.backward(partial(language_model.losses, batch), consume)

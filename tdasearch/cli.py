@@ -19,6 +19,7 @@ import click
 
 from tdasearch.errors import TdasearchError, UsageError
 
+_LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}  # to some readers of lines, not to JSON
 _LEFT_OUT = {"skipped": "rows skipped", "duplicates": "duplicates", "truncated": "documents cut at --max-windows"}
 
 
@@ -275,7 +276,7 @@ def _fields(document_id: str, text: str, prompt: str, completion: str, messages:
 
 def _print_json(rows: Iterable[Mapping[str, Any]]) -> None:
     for row in rows:
-        click.echo(json.dumps(row, ensure_ascii=False, allow_nan=False))
+        click.echo(json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS))
 
 
 def _summarise(described: Mapping[str, Any], path: str, *, added: bool) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pty
+import re
+import select
 import signal
 import sys
+import termios
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -53,16 +57,32 @@ def error(*arguments: object, status: int) -> str:
     return lines[0]
 
 
+def on_a_terminal(folder: Path, *arguments: object) -> str:
+    """What a command shows on a terminal of 80 columns, colours left out; it must succeed."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    running = Running(folder, *arguments, output=Path(os.ttyname(theirs)))
+    shown = b""
+    while running.is_alive() or select.select([ours], [], [], 0)[0]:
+        if select.select([ours], [], [], 0.05)[0]:
+            shown += os.read(ours, 65536)
+    os.close(ours)
+    os.close(theirs)
+    assert running.end() == 0, shown
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown.decode("utf-8"))
+
+
 class Running:
     """A command in a process of its own.
 
     Args:
-        folder: Where its output is written, ``output.txt``.
+        folder: A folder for files of its own.
         arguments: Of the command.
+        output: Where its output is written, in place of a file in ``folder``.
     """
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
-        self._output = folder / "output.txt"
+    def __init__(self, folder: Path, *arguments: object, output: Path | None = None) -> None:
+        self._output = output or folder / "output.txt"
         ready = folder / "ready"
         ready.unlink(missing_ok=True)
         with mock.patch.dict(os.environ, {"PYTHONWARNINGS": _EXPECTED_WARNING}):

@@ -91,7 +91,7 @@ def _train(
         output = model.model(inputs_embeds=below, attention_mask=is_token, use_cache=False).last_hidden_state
         is_target = is_token[:, 1:] > 0
         loss = torch.nn.functional.cross_entropy(model.lm_head(output[:, :-1][is_target]), ids[:, 1:][is_target])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def prepare(folder: Path, *, quiet: bool = False) -> Path:
         read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
         # A model read from a quantised file refuses to be saved; a fresh one with its weights does not.
-        config = read.config
+        config: Any = read.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         model = LlamaForCausalLM(config)
@@ -80,5 +81,5 @@ def answers(model_path: Path, prompts: Sequence[str]) -> list[str]:
                 pad_token_id=tokenizer.eos_token_id,
             )
         for row, ids in zip(rows, generated[:, length:], strict=True):
-            said[row] = tokenizer.decode(ids, skip_special_tokens=True).split("\n")[0]
+            said[row] = str(tokenizer.decode(ids, skip_special_tokens=True)).split("\n")[0]
     return said
