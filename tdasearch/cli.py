@@ -106,6 +106,7 @@ _corpus_options = _options(
 )
 _quiet_option = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 _device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
+_model_option = click.option("--model", help="The model, where it is no longer where the index was built with it.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="JSON even on a terminal.")
 
 
@@ -176,12 +177,14 @@ def build(
 @main.command(short_help="Add documents to an index.")
 @click.argument("path")
 @click.argument("corpus")
+@_model_option
 @_device_option
 @_corpus_options
 @_quiet_option
 def add(
     path: str,
     corpus: str,
+    model: str | None,
     device: str,
     id_field: str,
     text_field: str,
@@ -194,7 +197,7 @@ def add(
     """Add the documents of CORPUS to the index PATH; those it holds already are not added twice."""
     from tdasearch.api import open_index
 
-    index = open_index(path, device=device)
+    index = open_index(path, model=model, device=device)
     index.add(
         corpus, fields=_fields(id_field, text_field, prompt_field, completion_field, messages_field), strict=strict, quiet=quiet
     )
@@ -213,6 +216,7 @@ def add(
 )
 @click.option("--opponents", is_flag=True, help="The other end: documents that speak against the output.")
 @click.option("--score", default="influence", show_default=True, help="influence or cosine.")
+@_model_option
 @_device_option
 @_json_option
 def search(
@@ -224,13 +228,14 @@ def search(
     rescore: int | str,
     opponents: bool,
     score: str,
+    model: str | None,
     device: str,
     as_json: bool,
 ) -> None:
     """Find the documents in the index PATH that made the model say COMPLETION after PROMPT."""
     from tdasearch.api import open_index
 
-    index = open_index(path, device=device)
+    index = open_index(path, model=model, device=device)
     hits = index.search(prompt, completion, k=k, where=where, rescore=rescore, score=score, opponents=opponents, quiet=False)
     rows = [asdict(hit) for hit in (hits.opponents if opponents else hits.proponents)]
     if as_json or not sys.stdout.isatty():

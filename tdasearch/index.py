@@ -50,7 +50,10 @@ class Index:
             raise ModelError(
                 "this index was built with a model given in memory: pass it, open_index(path, model=..., tokenizer=...)"
             )
-        found = self._given or load_language_model(record.source, device=self._device, dtype=record.dtype)
+        try:
+            found = self._given or load_language_model(record.source, device=self._device, dtype=record.dtype)
+        except ModelError as error:
+            raise ModelError(f"{error}; if it moved, say where it is now: --model, or open_index(path, model=...)") from error
         for what, built_with, is_now in (
             ("weights", record.weights_fingerprint, found.weights_fingerprint),
             ("tokenizer", record.tokenizer_fingerprint, found.tokenizer_fingerprint),

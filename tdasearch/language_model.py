@@ -235,7 +235,10 @@ def _load_tokenizer(tokenizer: Any, *, local: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False, local_files_only=local)
+        found = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False, local_files_only=local)
+        if len(found) <= len(found.all_special_tokens):  # what transformers makes of a folder without the tokenizer's files
+            raise ValueError("its vocabulary is empty")
+        return found
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"tokenizer of {str(tokenizer)!r} cannot be loaded: {_first_line(error)}; expected a folder with the tokenizer's "

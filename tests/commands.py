@@ -20,7 +20,7 @@ from unittest import mock
 
 from click.testing import CliRunner, Result
 
-# A process that has imported the heavy packages once and forks: a run then costs a second, not ten. It knows nothing of tdasearch.
+# A process that has imported the heavy packages, but not tdasearch, and forks: a run then costs a second, not ten.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "transformers", "transformers.models.gpt2.modeling_gpt2", "pyarrow.parquet", "lancedb"])
 _EXPECTED_WARNING = "ignore:lancedb fork support is experimental"  # of a fork amid work; the server is idle

@@ -25,7 +25,9 @@ from tests.commands import on_a_terminal, run
 from tests.commands import rows as output_rows
 
 TEXTS = models.sentences(12)
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +217,15 @@ def test_bad_rows_and_repeated_ids_are_reported(model: Path, tmp_path: Path) -> 
     assert (info["documents"], info["skipped"], info["duplicates"]) == (7, 6, 1)
     found = reports(index)
     assert found.keys() == {f"docs.jsonl:{line}" for line in range(7, 14)}
-    for line, reason in {7: "a number", 8: "null", 9: "expected a field", 10: "no JSON", 11: "empty", 12: "differs", 13: "duplicate"}.items():
+    for line, reason in {
+        7: "a number",
+        8: "null",
+        9: "expected a field",
+        10: "no JSON",
+        11: "empty",
+        12: "differs",
+        13: "duplicate",
+    }.items():
         assert reason in found[f"docs.jsonl:{line}"]
     assert info["skipped_path"] == str(index / "skipped")
     result = run("add", index, corpus)
@@ -254,7 +264,7 @@ def test_cut_documents_are_counted(model: Path, tmp_path: Path) -> None:
     assert (info["documents"], info["windows"], info["truncated"], info["skipped"]) == (2, 4, 1, 0)
     where = "document_id = 'long'"
     assert search(index, "--where", where)[0]["num_windows"] > 3  # it has more than are in the index
-    assert search(index, "--where", f"{where} AND \"window\" > 2") == []
+    assert search(index, "--where", f'{where} AND "window" > 2') == []
     shutil.rmtree(index)
     result = run("build", corpus, "--model", model, "--index", index, "--max-windows", 1)
     assert "documents cut at --max-windows: 1" in result.stderr
@@ -263,7 +273,12 @@ def test_cut_documents_are_counted(model: Path, tmp_path: Path) -> None:
 
 
 def test_texts_and_metadata_come_out_as_they_went_in(model: Path, tmp_path: Path) -> None:
-    row = {"id": 'a "b"\n<c>', "text": "\u4f60\u597d \u2028 \U0001f600 e\u0301\r\n [bold]x[/bold]", "v": [1, {"k": None}], "n": 2**70}
+    row = {
+        "id": 'a "b"\n<c>',
+        "text": "\u4f60\u597d \u2028 \U0001f600 e\u0301\r\n [bold]x[/bold]",
+        "v": [1, {"k": None}],
+        "n": 2**70,
+    }
     nan = '{"id": "nan", "text": "Not a number.", "v": NaN}'
     index, _ = build(write_jsonl(tmp_path / "docs.jsonl", [*documents(TEXTS[:4]), row, nan]), model)
     found = {line["document_id"]: line for line in search(index)}  # strict JSON: NaN would be refused
@@ -284,5 +299,7 @@ def test_tables_on_a_terminal(model: Path, tmp_path: Path) -> None:
     assert shown.count("x") < 200
     shown = on_a_terminal(tmp_path, "info", index)
     assert "5 in 6 windows" in shown and "year, note" in shown
-    assert "encode: 100%" in on_a_terminal(tmp_path, "build", tmp_path / "docs.jsonl", "--model", model, "--index", tmp_path / "y")
+    assert "encode: 100%" in on_a_terminal(
+        tmp_path, "build", tmp_path / "docs.jsonl", "--model", model, "--index", tmp_path / "y"
+    )
     assert json.loads(on_a_terminal(tmp_path, "info", index, "--json"))["documents"] == 5
