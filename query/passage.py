@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,24 +17,29 @@ if TYPE_CHECKING:
     from tdasearch.index import Index
 
 
-def decisive_passage(index: Index, query: Content, hit: Hit, *, num_tokens: int = 12) -> tuple[int, int]:
-    """Find the run of tokens that contributes most to a hit's exact score (least, where the score is negative).
+def decisive_passages(index: Index, query: Content, hits: Sequence[Hit], *, num_tokens: int = 8) -> list[tuple[int, int]]:
+    """Find the run of tokens that contributes most to each hit's exact score (least, where the score is negative).
 
     Args:
         index: The opened index.
         query: The query.
-        hit: A document found for it. The text of its window is taken alone; for a document of one window that is what was scored.
+        hits: Documents found for it. The text of a window is taken alone; for a document of one window that is what was scored.
         num_tokens: Tokens in the run.
 
     Returns:
-        First character of the passage in ``hit.text``, and one past its last.
+        For each hit the first character of the passage in ``hit.text``, and one past its last.
     """
-    tokenised = tokenise(index.language_model.tokenizer, Content(completion=hit.text))
-    with Capture(index.language_model.model, index.manifest.plan.modules) as capture:
+    language_model = index.language_model
+    passages = []
+    with Capture(language_model.model, index.manifest.plan.modules) as capture:
         asked = encode_query(index, capture, query, precondition=True)
-        contributions_T = position_contributions(index.language_model, capture, asked, tokenised.token_ids, tokenised.is_target)
-    size = min(num_tokens, len(contributions_T))
-    sums = np.convolve(np.sign(hit.score) * contributions_T, np.ones(size), mode="valid")
-    first = int(sums.argmax())
-    start = int(tokenised.char_end[first - 1]) if first else 0
-    return start, int(tokenised.char_end[first + size - 1])
+        for hit in hits:
+            tokens = tokenise(language_model.tokenizer, Content(completion=hit.text))
+            contributions_T = position_contributions(language_model, capture, asked, tokens.token_ids, tokens.is_target)
+            # What the model learned at position t is to predict token t + 1: the passage is of the tokens that were predicted.
+            predicted_T = np.sign(hit.score) * np.concatenate([[0.0], contributions_T[:-1]])
+            size = min(num_tokens, len(predicted_T))
+            first = int(np.convolve(predicted_T, np.ones(size), mode="valid").argmax())
+            start = int(tokens.char_end[first - 1]) if first else 0
+            passages.append((start, int(tokens.char_end[first + size - 1])))
+    return passages

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -21,11 +22,12 @@ from tdasearch.demo import corpus, finetune, model
 from tdasearch.demo.packages import require
 from tdasearch.index import Index
 from tdasearch.progress import note
-from tdasearch.query.passage import decisive_passage
+from tdasearch.query.passage import decisive_passages
 from tdasearch.records import Content, Hit
 
 NUM_SHOWN = 6
 NUM_FOUND = 5
+EXACT = "influence, exact"
 Question = Mapping[str, Any]
 Found = dict[str, list[list[Hit]]]
 
@@ -85,11 +87,15 @@ def run(folder: str, *, seed: int = 0, quiet: bool = False) -> None:
 def _search(index: Index, questions: Sequence[Question], *, quiet: bool) -> Found:
     """The first documents for each question, three ways."""
     queries = [Content(prompt=question["prompt"], completion=question["completion"]) for question in questions]
-    influence = index.search_many(queries, k=NUM_FOUND, rescore=50, opponents=False, quiet=quiet)
-    cosine = index.search_many(queries, k=NUM_FOUND, rescore=0, score="cosine", opponents=False)
+
+    def first(rescore: int | str, score: str) -> list[list[Hit]]:
+        found = index.search_many(queries, k=NUM_FOUND, rescore=rescore, score=score, opponents=False, quiet=quiet)
+        return [hits.proponents for hits in found]
+
     return {
-        "influence": [hits.proponents for hits in influence],
-        "cosine": [hits.proponents for hits in cosine],
+        EXACT: first("all", "influence"),
+        "influence, codes alone": first(0, "influence"),
+        "cosine, exact": first("all", "cosine"),
         "BM25": [index.search_text(query.prompt + query.completion, k=NUM_FOUND) for query in queries],
     }
 
@@ -107,12 +113,12 @@ def _print_examples(
         console.print(Text.assemble("\n", (question["prompt"], "bold"), (question["completion"], "bold green"), f"   ({kind})"))
         console.print(Text(f"  the model said before: {before[row].strip()}\n  the model says now:    {after[row].strip()}"))
         query = Content(prompt=question["prompt"], completion=question["completion"])
-        for hit in found["influence"][row][:3]:
+        shown = found[EXACT][row][:3]
+        for hit, (start, end) in zip(shown, decisive_passages(index, query, shown), strict=True):
             mark = " <- the source" if hit.document_id == question["source_id"] else ""
             console.print(Text.assemble(f"  {hit.rank}. {hit.score:10.1f}  {hit.document_id}", (mark, "green")))
-            start, end = decisive_passage(index, query, hit)
-            shown = Text.assemble("     ", hit.text[:start], (hit.text[start:end], "bold reverse"), hit.text[end:])
-            console.print(shown)
+            passage = (f"[{hit.text[start:end]}]", "bold reverse")  # the brackets show it where colours do not
+            console.print(Padding(Text.assemble(hit.text[:start], passage, hit.text[end:]), (0, 0, 0, 5)))
 
 
 def _print_table(
@@ -150,7 +156,7 @@ def _print_table(
             highlight=False,
         )
     console.print(
-        f"Influence: the 50 best by the codes, rescored exactly. Cosine: by the codes alone. The index covers "
+        "Exact: every document by fresh gradients, as a shortlist is rescored. The index covers "
         f"{described['covered_parameters']:,} parameters, {described['covered_share']:.0%} of the model.",
         highlight=False,
     )
