@@ -19,7 +19,7 @@ from tdasearch.progress import progress
 
 FIRST_BLOCK = 22
 NUM_EPOCHS = 8
-LEARNING_RATE = 8e-4
+LEARNING_RATE = 1.5e-3
 BATCH_DOCUMENTS = 8
 WARM_UP_STEPS = 10
 
