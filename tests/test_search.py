@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 import tdasearch
+from tdasearch.cli import main
 from tdasearch.records import Content
 from tests import models, reference
 
@@ -57,6 +59,16 @@ def test_scores_and_order_equal_the_reference(built):
         assert all(hit.rescored for hit in found)
         for hit in found:
             assert hit.score == pytest.approx(expected[int(hit.document_id[1:])], rel=1e-3)
+
+
+def test_the_command_line_gives_the_same_scores(built):
+    index, expected = built
+    words = ["search", str(index.path), "--prompt", PROMPT, "--completion", COMPLETION, "-k", "10", "--rescore", "all", "--json"]
+    result = CliRunner().invoke(main, words)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["document_id"] for row in rows] == [f"d{n}" for n in np.argsort(-expected)[:10]]
+    for row in rows:
+        assert row["score"] == pytest.approx(expected[int(row["document_id"][1:])], rel=1e-3)
 
 
 def test_a_shortlist_is_rescored_exactly_and_the_codes_alone_come_close(built):
