@@ -66,6 +66,7 @@ def fit_or_load(job: Job, manifest: Manifest, staged: Staged) -> tuple[Manifest,
                 seed=plan.seed,
                 batch_tokens=job.batch_tokens,
                 step=step,
+                quiet=job.quiet,
             )
         manifest = replace(manifest, encoder_fingerprint=save_factors(job.path, factors))
         write_manifest(job.path, manifest)
@@ -84,6 +85,7 @@ def fit_factors(
     seed: int,
     batch_tokens: int,
     step: Step,
+    quiet: bool = True,
 ) -> dict[str, ModuleFactors]:
     """Fit the curvature of every module.
 
@@ -97,13 +99,14 @@ def fit_factors(
         seed: Of the sampled targets.
         batch_tokens: Tokens run at once.
         step: Progress; called with 2 in all for EK-FAC's two passes or 1 for K-FAC, per token.
+        quiet: Show no progress of the eigendecompositions.
 
     Returns:
         Each module's factors, float32; modules that read one tensor share one activation eigenbasis.
     """
     batches = _batches(language_model, windows, seed=seed if fisher == "sampled" else None, batch_tokens=batch_tokens)
     with Capture(language_model.model, modules) as capture:
-        bases, positions_per_example = _fit_bases(capture, language_model, batches, step)
+        bases, positions_per_example = _fit_bases(capture, language_model, batches, step, quiet=quiet)
         if method == "kfac":
             eigenvalues = {
                 name: kfac_eigenvalues(part.gradient_values, part.activation_values, positions_per_example=positions_per_example)
@@ -129,7 +132,7 @@ def _batches(language_model: LanguageModel, windows: pa.Table, *, seed: int | No
 
 
 def _fit_bases(
-    capture: Capture, language_model: LanguageModel, batches: list[Batch], step: Step
+    capture: Capture, language_model: LanguageModel, batches: list[Batch], step: Step, *, quiet: bool
 ) -> tuple[dict[str, Bases], float]:
     activations: dict[str, Covariance] = {}
     gradients = {name: Covariance() for name in capture.maps}
@@ -151,8 +154,16 @@ def _fit_bases(
         num_positions += int(batch.is_token.sum())
         num_examples += batch.is_token.shape[0]
         step(int(batch.is_token.sum()))
-    shared = {name: covariance.eigen() for name, covariance in activations.items()}
-    return {name: Bases(*shared[reads[name]], *gradients[name].eigen()) for name in capture.maps}, num_positions / num_examples
+    with progress("decompose", total=len(activations) + len(gradients), unit="covariance", quiet=quiet) as decomposed:
+
+        def eigen(covariance: Covariance) -> tuple[Tensor, Tensor]:
+            found = covariance.eigen()
+            decomposed(1)
+            return found
+
+        shared = {name: eigen(activations.pop(name)) for name in list(activations)}  # popped: its memory is free again
+        bases = {name: Bases(*shared[reads[name]], *eigen(gradients.pop(name))) for name in capture.maps}
+    return bases, num_positions / num_examples
 
 
 def _fit_eigenvalues(
