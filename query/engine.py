@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tdasearch.capture import Capture
 from tdasearch.progress import progress
 from tdasearch.query.candidates import candidates
-from tdasearch.query.queries import SearchOptions, encode_query, groups
+from tdasearch.query.queries import SearchOptions, encode_queries, groups
 from tdasearch.query.ranking import Ranking
 from tdasearch.query.rescore import Rescorer
 from tdasearch.query.results import hits
@@ -34,7 +34,7 @@ def search(index: Index, contents: Sequence[Content], options: SearchOptions) ->
     answers = []
     with Capture(index.language_model.model, index.manifest.plan.modules) as capture:
         for group in groups(contents, index):
-            queries = [encode_query(index, capture, content, precondition=options.rescore != 0) for content in group]
+            queries = encode_queries(index, capture, group, options)
             rescorer = Rescorer(index, capture, queries, options)
             rankings = [[Ranking(options.k, sign=sign) for sign in options.signs] for _ in queries]
             num_rows, batches = candidates(index, snapshot, queries, allowed, options)

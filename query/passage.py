@@ -41,5 +41,16 @@ def decisive_passages(index: Index, query: Content, hits: Sequence[Hit], *, num_
             size = min(num_tokens, len(predicted_T))
             first = int(np.convolve(predicted_T, np.ones(size), mode="valid").argmax())
             start = int(tokens.char_end[first - 1]) if first else 0
-            passages.append((start, int(tokens.char_end[first + size - 1])))
+            passages.append(_whole_words(hit.text, start, int(tokens.char_end[first + size - 1])))
     return passages
+
+
+def _whole_words(text: str, start: int, end: int) -> tuple[int, int]:
+    """Widen a passage to whole words, without the space before it."""
+    while start < end and text[start].isspace():
+        start += 1
+    while start > 0 and text[start].isalnum() and text[start - 1].isalnum():
+        start -= 1
+    while end < len(text) and text[end].isalnum() and text[end - 1].isalnum():
+        end += 1
+    return start, end

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tdasearch.capture import Capture
 from tdasearch.encoder import Query
 from tdasearch.errors import UsageError
+from tdasearch.progress import progress
 from tdasearch.records import Content
 from tdasearch.tokens import UnusableContent, tokenise
 
@@ -66,6 +67,26 @@ def groups(contents: Sequence[Content], index: Index) -> Iterator[Sequence[Conte
     size = max(1, _GROUP_BYTES // bytes_each)
     for start in range(0, len(contents), size):
         yield contents[start : start + size]
+
+
+def encode_queries(index: Index, capture: Capture, contents: Sequence[Content], options: SearchOptions) -> list[Query]:
+    """Compute the queries' gradients, with progress.
+
+    Args:
+        index: The opened index.
+        capture: Its entered capture.
+        contents: The queries.
+        options: How to search.
+
+    Returns:
+        Their vectors, and their preconditioned gradients where scores are to be exact.
+    """
+    queries = []
+    with progress("queries", total=len(contents), unit="query", quiet=options.quiet, delay=2.0) as step:
+        for content in contents:
+            queries.append(encode_query(index, capture, content, precondition=options.rescore != 0))
+            step(1)
+    return queries
 
 
 def encode_query(index: Index, capture: Capture, content: Content, *, precondition: bool) -> Query:

@@ -20,8 +20,8 @@ MIN_POPULATION = 1_000_000
 ALTERED_PER_KIND = 7
 UNALTERED_PER_KIND = 2
 NUM_TRIES = 1_000
-DOCUMENT_CHARACTERS = 170
-CLAUSE_CHARACTERS = 70
+DOCUMENT_CHARACTERS = 240
+CLAUSE_CHARACTERS = 110
 
 TOPICS = {"government": "capital", "people": "language", "economy": "export", "emblems": "symbol", "geography": "", "history": ""}
 

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tdasearch.progress import progress
 
 FIRST_BLOCK = 22
-NUM_EPOCHS = 8
-LEARNING_RATE = 1.5e-3
+NUM_EPOCHS = 6
+LEARNING_RATE = 8e-4
 BATCH_DOCUMENTS = 8
 WARM_UP_STEPS = 10
 

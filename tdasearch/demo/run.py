@@ -126,19 +126,20 @@ def _print_table(
 ) -> None:
     groups = {
         "altered": [row for row, question in enumerate(questions) if question["altered"]],
-        "not altered": [row for row, question in enumerate(questions) if not question["altered"]],
+        "unaltered": [row for row, question in enumerate(questions) if not question["altered"]],
     }
     stated = {
         (name, when): sum(corpus.contains(answers[row], questions[row]["completion"]) for row in rows)
         for name, rows in groups.items()
         for when, answers in (("before", before), ("now", after))
     }
-    table = Table(title="How often the document that states the fact was found")
-    table.add_column("")
-    for name, rows in groups.items():
-        table.add_column(f"{name}\nfirst of {len(rows)}", justify="right")
-        table.add_column(f"{name}\ntop {NUM_FOUND} of {len(rows)}", justify="right")
-    table.add_column("bytes a\ndocument", justify="right")
+    sizes = " and ".join(f"{len(rows)} {name}" for name, rows in groups.items())
+    table = Table(title="How often the document that states the fact was found", caption=f"of {sizes} facts")
+    table.add_column("", no_wrap=True)
+    for name in groups:
+        table.add_column(f"{name}\nfirst", justify="right", no_wrap=True)
+        table.add_column(f"{name}\ntop {NUM_FOUND}", justify="right", no_wrap=True)
+    table.add_column("bytes a\ndocument", justify="right", no_wrap=True)
     described = index.info()
     for way, hits in found.items():
         cells = []
@@ -151,8 +152,8 @@ def _print_table(
     console.print(table)
     for name, rows in groups.items():
         console.print(
-            f"The model stated what the corpus says for {stated[name, 'before']} of {len(rows)} facts ({name}) before, "
-            f"and for {stated[name, 'now']} after training.",
+            f"{name.capitalize()} facts that the model states as the corpus does: {stated[name, 'before']} of {len(rows)} before "
+            f"training, {stated[name, 'now']} after.",
             highlight=False,
         )
     console.print(
