@@ -139,7 +139,7 @@ def _print_table(
     for name in groups:
         table.add_column(f"{name}\nfirst", justify="right", no_wrap=True)
         table.add_column(f"{name}\ntop {NUM_FOUND}", justify="right", no_wrap=True)
-    table.add_column("bytes a\ndocument", justify="right", no_wrap=True)
+    table.add_column("bytes a\ndoc", justify="right", no_wrap=True)
     described = index.info()
     for way, hits in found.items():
         cells = []
