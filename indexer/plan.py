@@ -7,10 +7,12 @@ import re
 from dataclasses import dataclass
 
 from tdasearch.codes import CODES, sketch_dim_for
+from tdasearch.curvature import rotated_sides
 from tdasearch.encoder import rank
 from tdasearch.errors import UsageError
 from tdasearch.indexer.fit import METHODS
 from tdasearch.indexer.job import Cut
+from tdasearch.layers import Part
 from tdasearch.modules import Coverage
 from tdasearch.store.manifest import FISHERS, Plan
 
@@ -138,7 +140,12 @@ def choose_plan(options: BuildOptions, coverage: Coverage, *, max_tokens: int, n
 
 
 def _num_coordinates(coverage: Coverage, share: float) -> int:
-    return sum(rank(linear.out_dim, share) * rank(linear.in_dim, share) for linear in coverage.maps)
+    return sum(math.prod(_ranks(part, share)) for part in coverage.parts)
+
+
+def _ranks(part: Part, share: float) -> tuple[int, int]:
+    rotated_in, rotated_out = rotated_sides(part)
+    return rank(part.out_dim, share) if rotated_out else part.out_dim, rank(part.in_dim, share) if rotated_in else part.in_dim
 
 
 def _eigenbasis_share(coverage: Coverage, sketch_dim: int) -> float:

@@ -5,7 +5,7 @@ Legend: N windows, T positions, I inputs, O outputs, Q queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tdasearch.capture import Capture, module_gradients
-from tdasearch.curvature import LastProduct
+from tdasearch.capture import Capture
 from tdasearch.encoder import Query
+from tdasearch.errors import UsageError
+from tdasearch.gradients import ModuleGradient, Outer, in_chunks
 from tdasearch.language_model import Bools, Ints, LanguageModel, token_batches
 from tdasearch.progress import Step
+from tdasearch.rotation import Rotation
 
 if TYPE_CHECKING:
     from tdasearch.index import Index
@@ -52,7 +54,7 @@ class Rescorer:
     @cached_property
     def _preconditioned(self) -> dict[str, Tensor]:
         """All queries' preconditioned gradients [Q, O, I] of each module."""
-        return {name: torch.stack([query.preconditioned.pop(name) for query in self._queries]) for name in self._capture.maps}
+        return {name: torch.stack([query.preconditioned.pop(name) for query in self._queries]) for name in self._capture.parts}
 
     def score(self, rows: pa.Table, step: Step) -> NDArray[np.float64]:
         """Score windows.
@@ -70,52 +72,38 @@ class Rescorer:
             batch = self._language_model.batch([token_ids[row] for row in part], [is_target[row] for row in part])
             scores = torch.zeros(len(part), self._num_queries, dtype=torch.float64, device=self._language_model.device)
             norms = torch.zeros(len(part), dtype=torch.float64, device=self._language_model.device)
-            consume = partial(self._consume, scores, norms, LastProduct())
-            self._capture.backward(partial(self._language_model.losses, batch), consume)
+            consume = partial(self._consume, scores, norms, Rotation(self._encoder.dtype))
+            self._capture.backward(partial(self._language_model.losses, batch), consume, is_token_NT=batch.is_token)
             scores_QN[:, part] = scores.T.cpu().numpy()
             if self._cosine:
                 scores_QN[:, part] /= np.outer(self._query_norms_Q, norms.sqrt().cpu().numpy())
             step(len(part))
         return scores_QN
 
-    def _consume(
-        self,
-        scores: Tensor,
-        norms: Tensor,
-        product: LastProduct,
-        name: str,
-        activations_NTI: Tensor,
-        output_gradients_NTO: Tensor,
-    ) -> None:
+    def _consume(self, scores: Tensor, norms: Tensor, rotation: Rotation, name: str, gradient: ModuleGradient) -> None:
         preconditioned_QOI = self._preconditioned[name]
         dtype = preconditioned_QOI.dtype
-        if self._num_queries == 1:
+        if self._num_queries == 1 and isinstance(gradient, Outer):
             # sum_t g_t^T P a_t costs what forming the weight gradient would, and needs no memory for it.
-            scores[:, 0] += contributions(activations_NTI.to(dtype), output_gradients_NTO.to(dtype), preconditioned_QOI[0]).sum(1)
+            scores[:, 0] += contributions(gradient, preconditioned_QOI[0]).sum(1)
         else:
-            flat_QX = preconditioned_QOI.flatten(1)
-            for part in self._parts(name, activations_NTI.shape[0]):
-                gradient_NOI = module_gradients(activations_NTI[part].to(dtype), output_gradients_NTO[part].to(dtype))
-                scores[part] += gradient_NOI.flatten(1) @ flat_QX.T
+            flat_QX, start = preconditioned_QOI.flatten(1), 0
+            for part in in_chunks(gradient, _CHUNK_BYTES):
+                scores[start : start + part.num_examples] += part.dense().to(dtype).flatten(1) @ flat_QX.T
+                start += part.num_examples
         if self._cosine:
-            factors = self._encoder.factors[name]
-            rotated_NTI = product(activations_NTI, factors.activation_eigenvectors)
-            rotated_NTO = output_gradients_NTO.to(dtype) @ factors.gradient_eigenvectors
-            for part in self._parts(name, activations_NTI.shape[0]):
-                whitened_NOI = module_gradients(rotated_NTI[part], rotated_NTO[part]) * factors.inverse_sqrt()
-                norms[part] += whitened_NOI.square().sum((1, 2))
-
-    def _parts(self, name: str, num_windows: int) -> Iterator[slice]:
-        """Cut a batch so that the weight gradients formed at once stay within the bound."""
-        one_OI = self._preconditioned[name][0]
-        size = max(1, _CHUNK_BYTES // (one_OI.numel() * one_OI.element_size()))
-        for start in range(0, num_windows, size):
-            yield slice(start, start + size)
+            factors, start = self._encoder.factors[name], 0
+            rotated = rotation(gradient, factors.gradient_eigenvectors, factors.activation_eigenvectors)
+            for part in in_chunks(rotated, _CHUNK_BYTES):
+                whitened_NOI = part.dense() * factors.inverse_sqrt()
+                norms[start : start + part.num_examples] += whitened_NOI.square().sum((1, 2))
+                start += part.num_examples
 
 
-def contributions(activations_NTI: Tensor, output_gradients_NTO: Tensor, preconditioned_OI: Tensor) -> Tensor:
+def contributions(gradient: Outer, preconditioned_OI: Tensor) -> Tensor:
     """Each position's share of the score through one module: ``g_t^T P a_t`` [N, T]; they sum to the module's score."""
-    return ((output_gradients_NTO @ preconditioned_OI) * activations_NTI).sum(2)
+    dtype = preconditioned_OI.dtype
+    return ((gradient.output_gradients_NTO.to(dtype) @ preconditioned_OI) * gradient.activations_NTI.to(dtype)).sum(2)
 
 
 def position_contributions(
@@ -135,13 +123,14 @@ def position_contributions(
     """
     sums: list[Tensor] = []
 
-    def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
-        preconditioned_OI = query.preconditioned[name]
-        dtype = preconditioned_OI.dtype
-        by_position_NT = contributions(activations_NTI.to(dtype), output_gradients_NTO.to(dtype), preconditioned_OI)
-        sums.append(by_position_NT[0].double())
+    def consume(name: str, gradient: ModuleGradient) -> None:
+        if not isinstance(gradient, Outer) or gradient.output_gradients_NTO.shape[1] != len(token_ids):
+            raise UsageError(
+                f"module {name!r}: its positions are not the document's tokens, so its score cannot be split over them"
+            )
+        sums.append(contributions(gradient, query.preconditioned[name])[0].double())
 
     batch = language_model.batch([token_ids], [is_target])
-    capture.backward(partial(language_model.losses, batch), consume)
+    capture.backward(partial(language_model.losses, batch), consume, is_token_NT=batch.is_token)
     total: Tensor = torch.stack(sums).sum(0)
     return total.cpu().numpy()

@@ -14,31 +14,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tdasearch.capture import module_gradients
 from tdasearch.errors import CaptureError
+from tdasearch.gradients import ModuleGradient, in_chunks
+from tdasearch.layers import Part
+from tdasearch.rotation import between
+
+MAX_EIGENBASIS_DIM = 16_384
+"""Widest side that is decomposed; a wider one (a vocabulary) keeps its own basis: its covariance alone would be gigabytes."""
+
+
+def rotated_sides(part: Part) -> tuple[bool, bool]:
+    """Whether the inputs, and the outputs, of a part are rotated into an eigenbasis; else their Fisher is taken as diagonal."""
+    return part.factored and part.in_dim <= MAX_EIGENBASIS_DIM, part.factored and part.out_dim <= MAX_EIGENBASIS_DIM
 
 
 class Covariance:
-    """The uncentred covariance ``mean_t x_t x_t^T`` of vectors that come in batches, summed in float64."""
+    """The uncentred covariance ``mean_t x_t x_t^T`` of vectors that come in batches, summed in float64.
+
+    Attributes:
+        num_positions: Vectors summed.
+        num_examples: Examples they came from.
+    """
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
-        self._num_positions = 0
         self._dtype = torch.float32
+        self.num_positions = 0
+        self.num_examples = 0
+        self._num_left_out = 0
 
-    def add(self, vectors_NTX: Tensor, is_token_NT: Tensor) -> None:
+    def add(self, vectors_NTX: Tensor, is_position_NT: Tensor) -> None:
         """Add the vectors at the positions that are not padding, but for examples with one that is not finite.
 
         Args:
             vectors_NTX: [N, T, X].
-            is_token_NT: [N, T] bool, False on padding.
+            is_position_NT: [N, T] bool, False on padding.
         """
         self._dtype = torch.promote_types(vectors_NTX.dtype, torch.float32)
-        finite_NT = torch.isfinite(vectors_NTX).all(2) | ~is_token_NT
-        vectors = vectors_NTX[is_token_NT & finite_NT.all(1, keepdim=True)].to(self._dtype)
+        finite_N = (torch.isfinite(vectors_NTX).all(2) | ~is_position_NT).all(1)
+        vectors = vectors_NTX[is_position_NT & finite_N[:, None]].to(self._dtype)
         product = (vectors.T @ vectors).to(torch.float64)
         self._sum = product if self._sum is None else self._sum.add_(product)
-        self._num_positions += vectors.shape[0]
+        self.num_positions += vectors.shape[0]
+        self.num_examples += int(finite_N.sum())
+        self._num_left_out += int((~finite_N).sum())
 
     def eigen(self) -> tuple[Tensor, Tensor]:
         """Decompose the covariance.
@@ -51,26 +70,9 @@ class Covariance:
             CaptureError: No example was finite.
         """  # noqa: DOC502 (_check_some raises it)
         assert self._sum is not None
-        _check_some(self._num_positions)
-        values, vectors = torch.linalg.eigh(self._sum / self._num_positions)
+        _check_some(self.num_examples)
+        values, vectors = torch.linalg.eigh(self._sum / max(self.num_positions, 1))  # none: an expert that saw no token
         return values.flip(0).clamp_min_(0.0), vectors.flip(1).to(self._dtype)
-
-
-class LastProduct:
-    """Multiplies activations by their eigenvectors, once for all modules that read one tensor.
-
-    Capture hands such modules the same activations object, and they share one eigenvector tensor; q, k and v follow each other.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def __call__(self, activations_NTI: Tensor, eigenvectors_IR: Tensor) -> Tensor:
-        """Return ``activations_NTI @ eigenvectors_IR`` [N, T, R] in the eigenvectors' type."""
-        if self._last is None or self._last[0] is not activations_NTI or self._last[1] is not eigenvectors_IR:
-            product = activations_NTI.to(eigenvectors_IR.dtype) @ eigenvectors_IR
-            self._last = (activations_NTI, eigenvectors_IR, product)
-        return self._last[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +80,25 @@ class ModuleFactors:
     """The Fisher of one module, ``(U_S x U_A) diag(eigenvalues) (U_S x U_A)^T``, and its damped inverse.
 
     Attributes:
-        activation_eigenvectors: U_A [I, I], columns by falling eigenvalue of the activation covariance.
-        gradient_eigenvectors: U_S [O, O], columns by falling eigenvalue of the gradient covariance.
+        activation_eigenvectors: U_A [I, I], columns by falling eigenvalue of the activation covariance; None: the identity.
+        gradient_eigenvectors: U_S [O, O], columns by falling eigenvalue of the gradient covariance; None: the identity.
         eigenvalues: [O, I], of the Fisher of the summed loss, per example.
         damping: Added to every eigenvalue; absolute, in the eigenvalues' unit.
     """
 
-    activation_eigenvectors: Tensor
-    gradient_eigenvectors: Tensor
+    activation_eigenvectors: Tensor | None
+    gradient_eigenvectors: Tensor | None
     eigenvalues: Tensor
     damping: float
 
     def rotate(self, gradient_OI: Tensor) -> Tensor:
         """Bring a gradient (or a batch [N, O, I] of them) into the eigenbasis: ``U_S^T G U_A``."""
-        return self.gradient_eigenvectors.T @ gradient_OI @ self.activation_eigenvectors
+        return between(gradient_OI, self.gradient_eigenvectors, self.activation_eigenvectors)
 
     def rotate_back(self, rotated_OI: Tensor) -> Tensor:
         """Undo ``rotate``."""
-        return self.gradient_eigenvectors @ rotated_OI @ self.activation_eigenvectors.T
+        left, right = self.gradient_eigenvectors, self.activation_eigenvectors
+        return between(rotated_OI, None if left is None else left.T, None if right is None else right.T)
 
     def inverse_sqrt(self) -> Tensor:
         """Return ``(eigenvalues + damping)^-1/2`` [O, I]; 0 where both are 0, as no gradient was ever seen there."""
@@ -114,20 +117,15 @@ class SquaredGradients:
         self._sum: Tensor | None = None
         self._num_examples = 0
 
-    def add(self, rotated_activations_NTI: Tensor, rotated_gradients_NTO: Tensor, *, chunk_bytes: int = 1 << 28) -> None:
-        """Add a batch of examples whose factors were rotated already, but for those whose gradient is not finite.
+    def add(self, rotated: ModuleGradient, *, chunk_bytes: int = 1 << 28) -> None:
+        """Add a batch of examples, but for those whose gradient is not finite.
 
         Args:
-            rotated_activations_NTI: [N, T, I], times U_A.
-            rotated_gradients_NTO: [N, T, O], times U_S.
+            rotated: Gradients in the eigenbasis.
             chunk_bytes: Bound on the memory for the gradients formed at once.
         """
-        num_examples, _, in_dim = rotated_activations_NTI.shape
-        bytes_each = in_dim * rotated_gradients_NTO.shape[2] * rotated_activations_NTI.element_size()
-        size = max(1, chunk_bytes // bytes_each)
-        for start in range(0, num_examples, size):
-            part = slice(start, start + size)
-            squares_NOI = module_gradients(rotated_activations_NTI[part], rotated_gradients_NTO[part]).square_()
+        for part in in_chunks(rotated, chunk_bytes):
+            squares_NOI = part.dense().square()
             squares = squares_NOI.sum(0)
             self._num_examples += squares_NOI.shape[0]
             if not torch.isfinite(squares).all():

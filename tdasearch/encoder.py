@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tdasearch.capture import Capture, module_gradients
-from tdasearch.curvature import LastProduct, ModuleFactors
+from tdasearch.capture import Capture
+from tdasearch.curvature import ModuleFactors
+from tdasearch.gradients import ModuleGradient
+from tdasearch.rotation import Rotation
 from tdasearch.sketch import Sketch
 
 Losses = Callable[[], Tensor]
@@ -65,6 +67,15 @@ def rank(dim: int, eigenbasis_share: float) -> int:
     return max(1, math.ceil(dim * eigenbasis_share))
 
 
+def ranks(factors: ModuleFactors, eigenbasis_share: float) -> tuple[int, int]:
+    """Return the ranks (o, i) that are kept of a module: all coordinates of a side that is not rotated, as they have no order."""
+    out_dim, in_dim = factors.eigenvalues.shape
+    return (
+        out_dim if factors.gradient_eigenvectors is None else rank(out_dim, eigenbasis_share),
+        in_dim if factors.activation_eigenvectors is None else rank(in_dim, eigenbasis_share),
+    )
+
+
 class Encoder:
     """Encodes gradients with fitted factors.
 
@@ -79,20 +90,20 @@ class Encoder:
         self.factors = dict(factors)
         eigenvalues = next(iter(self.factors.values())).eigenvalues
         self.dtype = eigenvalues.dtype
-        self.ranks = {
-            name: (rank(part.eigenvalues.shape[0], eigenbasis_share), rank(part.eigenvalues.shape[1], eigenbasis_share))
-            for name, part in self.factors.items()
-        }
+        self.ranks = {name: ranks(part, eigenbasis_share) for name, part in self.factors.items()}
         self.sketch_dim = sketch_dim
         num_coordinates = {name: o * i for name, (o, i) in self.ranks.items()}
         self.sketch = Sketch(num_coordinates, sketch_dim=sketch_dim, seed=seed, device=eigenvalues.device)
         kept: dict[int, Tensor] = {}
-        self._kept_activation_eigenvectors: dict[str, Tensor] = {}
+        self._kept_eigenvectors: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._signed_scale: dict[str, Tensor] = {}
         for name, (o, i) in self.ranks.items():
             scale = self.factors[name].inverse_sqrt()[:o, :i]
-            eigenvectors = self.factors[name].activation_eigenvectors
-            self._kept_activation_eigenvectors[name] = kept.setdefault(id(eigenvectors), eigenvectors[:, :i])
+            left, right = self.factors[name].gradient_eigenvectors, self.factors[name].activation_eigenvectors
+            self._kept_eigenvectors[name] = (
+                None if left is None else left[:, :o],
+                None if right is None else kept.setdefault(id(right), right[:, :i]),
+            )
             self._signed_scale[name] = scale * self.sketch.signs(name).view(o, i).to(scale)
 
     def encode(self, capture: Capture, losses: Losses) -> Encoded:
@@ -106,14 +117,11 @@ class Encoder:
             Vectors, losses and self-influence.
         """
         sums: dict[str, Tensor] = {}
-        product = LastProduct()
+        rotation = Rotation(self.dtype)
 
-        def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
-            o, _ = self.ranks[name]
-            rotated_NTi = product(activations_NTI, self._kept_activation_eigenvectors[name])
-            rotated_NTo = output_gradients_NTO.to(self.dtype) @ self.factors[name].gradient_eigenvectors[:, :o]
-            whitened = module_gradients(rotated_NTi, rotated_NTo) * self._signed_scale[name]
-            self._add(sums, name, whitened.flatten(1))
+        def consume(name: str, gradient: ModuleGradient) -> None:
+            rotated_Noi = rotation(gradient, *self._kept_eigenvectors[name]).dense()
+            self._add(sums, name, (rotated_Noi * self._signed_scale[name]).flatten(1))
 
         losses_N = capture.backward(losses, consume)
         return Encoded(sums["vectors"], losses_N, sums["self_influence"])
@@ -133,14 +141,12 @@ class Encoder:
         sums: dict[str, Tensor] = {}
         preconditioned: dict[str, Tensor] = {}
         exact = []
-        product = LastProduct()
+        rotation = Rotation(self.dtype)
 
-        def consume(name: str, activations_NTI: Tensor, output_gradients_NTO: Tensor) -> None:
+        def consume(name: str, gradient: ModuleGradient) -> None:
             o, i = self.ranks[name]
             part = self.factors[name]
-            rotated_NTI = product(activations_NTI, part.activation_eigenvectors)
-            rotated_NTO = output_gradients_NTO.to(self.dtype) @ part.gradient_eigenvectors
-            rotated_OI = module_gradients(rotated_NTI, rotated_NTO)[0]
+            rotated_OI = rotation(gradient, part.gradient_eigenvectors, part.activation_eigenvectors).dense()[0]
             inverse_sqrt = part.inverse_sqrt()
             whitened_OI = rotated_OI * inverse_sqrt
             exact.append(whitened_OI.square().sum())

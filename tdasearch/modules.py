@@ -8,8 +8,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from tdasearch.capture import LinearMap, linear_map
+from tdasearch.capture import choose_layers
 from tdasearch.errors import UsageError
+from tdasearch.layers import KINDS, Layer, Part, kind_of
+
+DEFAULT_KINDS = ("linear",)
+"""Kinds that are covered unless others are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +21,24 @@ class Coverage:
     """The chosen modules and how much of the model they are.
 
     Attributes:
-        maps: The chosen linear maps, in the model's order.
+        layers: The chosen modules, in the model's order.
+        parts: Their matrices of gradients; weights that several modules share are there once.
         num_parameters: Parameters of the whole model, tied ones counted once.
     """
 
-    maps: tuple[LinearMap, ...]
+    layers: tuple[Layer, ...]
+    parts: tuple[Part, ...]
     num_parameters: int
 
     @property
     def names(self) -> list[str]:
         """Names of the chosen modules."""
-        return [linear.name for linear in self.maps]
+        return [layer.name for layer in self.layers]
 
     @property
     def num_covered_parameters(self) -> int:
         """Parameters of the chosen modules."""
-        return sum(linear.num_parameters for linear in self.maps)
+        return sum(part.num_parameters for part in self.parts)
 
     @property
     def share(self) -> float:
@@ -40,39 +46,50 @@ class Coverage:
         return self.num_covered_parameters / self.num_parameters
 
 
-def choose_modules(model: nn.Module, *, patterns: Sequence[str] = (), blocks: str | None = None) -> Coverage:
-    """Choose the linear maps of the transformer blocks.
+def choose_modules(
+    model: nn.Module, *, patterns: Sequence[str] = (), kinds: Sequence[str] = DEFAULT_KINDS, blocks: str | None = None
+) -> Coverage:
+    """Choose modules by name, kind and block.
 
     A block is an element of an ``nn.ModuleList`` that holds linear maps; block numbers are positions in the outermost such list.
 
     Args:
         model: The model.
-        patterns: Shell patterns of module names (``*.mlp.*``); a module is kept if one matches. None given: all.
+        patterns: Shell patterns of module names (``*.mlp.*``); a module is kept if one matches, wherever it is. None given: all
+            modules inside the blocks, or all of a model that has no blocks.
+        kinds: Kinds of layers, of ``layers.KINDS``.
         blocks: ``"22:30"`` keeps blocks 22 to 29, ``"-8:"`` the last eight, ``"3"`` one. None: all.
 
     Returns:
         The chosen modules, and their share of the parameters.
 
     Raises:
-        UsageError: Nothing was chosen, or ``blocks`` is no range.
+        UsageError: Nothing was chosen, ``blocks`` is no range, or a kind is unknown.
     """
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise UsageError(f"kinds: expected some of {', '.join(KINDS)}, found {', '.join(unknown)}")
     inside = _blocks_of(model)
     num_blocks = 1 + max(inside.values(), default=-1)
     kept = _block_numbers(blocks, num_blocks)
-    maps = []
-    for name, module in model.named_modules():
-        linear = linear_map(name, module)
-        if linear is None or name not in inside or inside[name] not in kept:
-            continue
-        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
-            maps.append(linear)
-    if not maps:
-        available = [name for name, module in model.named_modules() if name in inside and linear_map(name, module)]
+    candidates = {
+        name: found[1]
+        for name, module in model.named_modules()
+        if (found := kind_of(name, module)) is not None and found[0] in kinds
+    }
+    if blocks is not None or (not patterns and num_blocks):
+        candidates = {name: layer for name, layer in candidates.items() if inside.get(name) in kept}
+    layers = [
+        layer for name, layer in candidates.items() if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if not layers:
         raise UsageError(
-            f"no module was chosen by patterns {list(patterns)} and blocks {blocks!r}; the model has {num_blocks} blocks "
-            f"and {len(available)} linear maps in them, such as {', '.join(available[:4]) or '(none)'}"
+            f"no module was chosen by patterns {list(patterns)}, kinds {list(kinds)} and blocks {blocks!r}; the model has "
+            f"{num_blocks} blocks and {len(candidates)} such modules, such as {', '.join(list(candidates)[:4]) or '(none)'}"
         )
-    return Coverage(tuple(maps), sum(parameter.numel() for parameter in model.parameters()))
+    chosen = choose_layers(model, [layer.name for layer in layers])
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Coverage(tuple(chosen.layers.values()), tuple(chosen.parts.values()), num_parameters)
 
 
 def _blocks_of(model: nn.Module) -> dict[str, int]:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tdasearch.capture import Capture, linear_map, module_gradients
+from tdasearch.capture import Capture
 from tdasearch.errors import CaptureError, UsageError
 from tdasearch.language_model import LanguageModel
+from tdasearch.layers import layer_of
 from tdasearch.modules import choose_modules
 from tests import models, reference
 
@@ -17,8 +18,8 @@ def gradients_of(language_model, names, token_ids, is_target, **batch_options):
     """Capture every module's gradient_NOI of one batch."""
     found = {}
 
-    def consume(name, activations_NTI, output_gradients_NTO):
-        found[name] = module_gradients(activations_NTI, output_gradients_NTO)
+    def consume(name, gradient):
+        found[name] = gradient.dense()
 
     with Capture(language_model.model, names) as capture:
         losses = capture.backward(partial(language_model.losses, language_model.batch(token_ids, is_target)), consume)
@@ -64,9 +65,7 @@ def test_flattened_inputs_keep_their_examples_apart():
     model, x_NTI = Flat(), torch.randn(4, 5, 3)
     found = {}
     with Capture(model, ["inner"]) as capture:
-        capture.backward(
-            lambda: model(x_NTI).square().sum((1, 2)), lambda name, a, g: found.update({name: module_gradients(a, g)})
-        )
+        capture.backward(lambda: model(x_NTI).square().sum((1, 2)), lambda name, gradient: found.update({name: gradient.dense()}))
     for row in range(4):
         model.zero_grad()
         model(x_NTI[row : row + 1]).square().sum().backward()
@@ -122,7 +121,8 @@ def test_modules_that_read_one_tensor_are_given_one_object():
     given = {}
     with Capture(model, choose_modules(model).names) as capture:
         capture.backward(
-            partial(language_model.losses, language_model.batch(*examples(tokenizer))), lambda name, a, g: given.update({name: a})
+            partial(language_model.losses, language_model.batch(*examples(tokenizer))),
+            lambda name, gradient: given.update({name: gradient.activations_NTI}),
         )
     layer = "model.layers.0."
     assert given[layer + "self_attn.q_proj"] is given[layer + "self_attn.k_proj"] is given[layer + "self_attn.v_proj"]
@@ -157,9 +157,9 @@ class _Odd(nn.Module):
     ("names", "message"),
     [
         (["used", "unused"], "never ran forward"),
-        (["used", "ignored"], "no gradient reached"),
+        (["used", "ignored"], "got no gradient"),
         (["nothing"], "no module of that name"),
-        ([""], "expected a linear map"),
+        ([""], "expected a layer"),
     ],
 )
 def test_a_module_without_a_gradient_is_an_error(names, message):
@@ -168,11 +168,19 @@ def test_a_module_without_a_gradient_is_an_error(names, message):
         capture.backward(lambda: model(torch.ones(3, 1, 2)).sum((1, 2)), lambda *_: None)
 
 
-def test_a_module_used_twice_is_an_error():
-    linear = nn.Linear(2, 2)
-    model = nn.Sequential(linear, linear)
-    with pytest.raises(CaptureError, match="ran twice"), Capture(model, ["0"]) as capture:
-        capture.backward(lambda: model(torch.ones(3, 1, 2)).sum((1, 2)), lambda *_: None)
+def test_the_uses_of_a_module_that_runs_twice_are_summed():
+    torch.manual_seed(0)
+    linear = nn.Linear(2, 2).double()
+    model, x_NTI = nn.Sequential(linear, nn.Tanh(), linear), torch.randn(3, 4, 2, dtype=torch.float64)
+    found = {}
+    with Capture(model, ["0"]) as capture:
+        capture.backward(lambda: model(x_NTI).square().sum((1, 2)), lambda name, gradient: found.update({name: gradient}))
+    assert found["0"].activations_NTI.shape == (3, 8, 3)
+    for row in range(3):
+        model.zero_grad()
+        model(x_NTI[row : row + 1]).square().sum().backward()
+        expected = torch.cat([linear.weight.grad, linear.bias.grad[:, None]], dim=1)
+        torch.testing.assert_close(found["0"].dense()[row], expected)
 
 
 def test_a_subclass_with_another_forward_is_no_linear_map():
@@ -180,8 +188,8 @@ def test_a_subclass_with_another_forward_is_no_linear_map():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    assert linear_map("x", Scaled(2, 2)) is None
-    assert linear_map("x", nn.Linear(2, 3)).num_parameters == 9
+    assert layer_of("x", Scaled(2, 2)) is None
+    assert [part.num_parameters for part in layer_of("x", nn.Linear(2, 3)).parts] == [9]
 
 
 def test_modules_are_chosen_by_block_and_pattern():

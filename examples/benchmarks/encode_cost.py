@@ -99,7 +99,7 @@ def _factors(coverage: Coverage) -> dict[str, ModuleFactors]:
         return made[key]
 
     factors = {}
-    for linear in coverage.maps:
+    for linear in coverage.parts:
         reads = linear.name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
         factors[linear.name] = ModuleFactors(
             activation_eigenvectors=orthogonal(f"reads {reads}", linear.in_dim),

@@ -37,9 +37,12 @@ def save_factors(index_path: Path, factors: Mapping[str, ModuleFactors]) -> str:
     shared: dict[int, str] = {}
     readers: dict[str, str] = {}
     for name, part in factors.items():
-        readers[name] = shared.setdefault(id(part.activation_eigenvectors), name)
-        tensors[f"{readers[name]}/activation_eigenvectors"] = part.activation_eigenvectors
-        tensors[f"{name}/gradient_eigenvectors"] = part.gradient_eigenvectors
+        readers[name] = name
+        if part.activation_eigenvectors is not None:
+            readers[name] = shared.setdefault(id(part.activation_eigenvectors), name)
+            tensors[f"{readers[name]}/activation_eigenvectors"] = part.activation_eigenvectors
+        if part.gradient_eigenvectors is not None:
+            tensors[f"{name}/gradient_eigenvectors"] = part.gradient_eigenvectors
         tensors[f"{name}/eigenvalues"] = part.eigenvalues
         tensors[f"{name}/damping"] = torch.tensor(part.damping, dtype=torch.float64)
     path = index_path / FILE_NAME
@@ -76,13 +79,18 @@ def load_factors(index_path: Path, *, fingerprint: str, device: torch.device | s
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             readers: dict[str, str] = json.loads(file.metadata()["readers"])
+            present = set(file.keys())
+
+            def eigenvectors(key: str) -> torch.Tensor | None:
+                return file.get_tensor(key) if key in present else None
+
             activation_eigenvectors = {
-                leader: file.get_tensor(f"{leader}/activation_eigenvectors") for leader in set(readers.values())
+                leader: eigenvectors(f"{leader}/activation_eigenvectors") for leader in set(readers.values())
             }
             return {
                 name: ModuleFactors(
                     activation_eigenvectors=activation_eigenvectors[leader],
-                    gradient_eigenvectors=file.get_tensor(f"{name}/gradient_eigenvectors"),
+                    gradient_eigenvectors=eigenvectors(f"{name}/gradient_eigenvectors"),
                     eigenvalues=file.get_tensor(f"{name}/eigenvalues"),
                     damping=float(file.get_tensor(f"{name}/damping")),
                 )
