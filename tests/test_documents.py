@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 from tdasearch.errors import StoreError, UsageError
+from tdasearch.store import documents
 from tdasearch.store.columns import FIXED_COLUMNS, code_matrix
 from tdasearch.store.documents import DocumentTable, column_names, documents_path
 from tests.tables import METADATA, create_table, shard_rows
@@ -60,6 +61,20 @@ def test_an_append_is_one_commit_and_reopens(tmp_path: Path) -> None:
     assert again.latest().version == before.version + 2
     assert again.committed_shards() == {0, 7}
     assert list(again.known_contents(before_shard=7)) == [("d0-0", "h0-0"), ("d0-1", "h0-1"), ("d0-2", "h0-2")]
+
+
+def test_what_lance_caches_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every version has a manifest that lists all shards before it: kept, they grow with the square of their number."""
+    monkeypatch.setattr(documents, "_METADATA_CACHE_BYTES", 1 << 16)
+    documents._session.cache_clear()
+    table = create_table(tmp_path)
+    sizes = []
+    for shard in range(40):
+        table.append_shard(shard_rows(shard, vectors(3)))
+        sizes.append(documents._session().size_bytes)
+    documents._session.cache_clear()
+    assert 0 < max(sizes[:4]) < 1 << 16  # the tables are read through this session
+    assert max(sizes) < 1 << 17
 
 
 def test_a_shard_is_written_once(tmp_path: Path) -> None:
