@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from tdasearch.layers import Layer, Part, layer_of
 
 Consume = Callable[[str, ModuleGradient], None]
 """Called with a part's name and its gradients, once a part and pass."""
+
+_kept_apart: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""The modules of each model that were seen to keep examples apart: this is checked once, not in each capture."""
 
 
 class _Keep(torch.autograd.Function):
@@ -129,7 +133,7 @@ class Capture:
         model: The model. Its modes, ``requires_grad`` flags, hooks and the random state are restored on exit.
         names: Modules to capture; each must run in every pass. The uses of one that runs several times, or of modules that share
             their weight, are summed.
-        check: Check on the first batch, with one more backward pass, that the model keeps its examples apart.
+        check: Check on a model's first batch, with one more backward pass, that it keeps its examples apart.
 
     Raises:
         CaptureError: A name is missing or its module is of no known kind, or the model is compiled.
@@ -143,7 +147,7 @@ class Capture:
         self._owned: dict[str, list[str]] = {owner: [] for owner in self.parts}
         for name, (owner, _) in self._chosen.owner.items():
             self._owned[owner].append(name)
-        self._unchecked = check
+        self._unchecked = check and not _kept_apart.get(model, set()).issuperset(names)
         self._attached = ExitStack()
         self._entered = False
         self._consume: Consume | None = None
@@ -299,6 +303,7 @@ class Capture:
         self._checking = True
         losses_N[0].backward(retain_graph=True)
         self._checking, self._unchecked, self._last_read = False, False, None
+        _kept_apart.setdefault(self.model, set()).update(self._chosen.layers)
 
 
 def _raise_unless_apart(name: str, gradient: ModuleGradient) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tdasearch.errors import ModelError, UsageError
+from tdasearch.head import head_losses, input_of, is_frozen, plain_head
 from tdasearch.model_source import must_stay_local
 from tdasearch.tokens import tokenizer_fingerprint
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 Ints = Sequence[int] | NDArray[np.int32]
 Bools = Sequence[bool] | NDArray[np.bool_]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNKNOWN = nn.Linear(1, 1, device="meta")  # a model's head, before it was looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class LanguageModel:
         self.dtype = str(parameter.dtype).removeprefix("torch.")
         self.max_tokens = _max_tokens(model)
         self._weights_fingerprint = ""
+        self._head: nn.Linear | None = _UNKNOWN
 
     @property
     def weights_fingerprint(self) -> str:
@@ -110,17 +114,35 @@ class LanguageModel:
             losses_N: -log p summed over each window's target tokens, in nats; with ``batch.uniforms``, over targets drawn from
             the model.
         """
-        logits_NTV = self.model(input_ids=batch.input_ids, attention_mask=batch.is_token.long(), use_cache=False).logits
         is_target_NT = batch.is_target[:, 1:]
-        logits_KV = logits_NTV[:, :-1][is_target_NT]
-        logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
-        if batch.uniforms is None:
-            labels_K = batch.input_ids[:, 1:][is_target_NT]
-        else:
-            labels_K = sample_labels(logits_KV, batch.uniforms[:, 1:][is_target_NT])
-        losses_K = nn.functional.cross_entropy(logits_KV, labels_K, reduction="none")
         examples_K = is_target_NT.nonzero()[:, 0]
+        labels_K = batch.input_ids[:, 1:][is_target_NT]
+        uniforms_K = None if batch.uniforms is None else batch.uniforms[:, 1:][is_target_NT]
+
+        def labels(logits_kV: Tensor, rows: slice) -> Tensor:
+            return labels_K[rows] if uniforms_K is None else sample_labels(logits_kV, uniforms_K[rows])
+
+        head = self._frozen_head(batch)
+        if head is not None:
+            hidden_NTH = input_of(head, partial(self._logits, batch))
+            losses_K = head_losses(head, hidden_NTH[:, :-1][is_target_NT], labels)
+        else:
+            logits_KV = self._logits(batch)[:, :-1][is_target_NT]
+            logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
+            losses_K = nn.functional.cross_entropy(logits_KV, labels(logits_KV, slice(None)), reduction="none")
         return losses_K.new_zeros(batch.input_ids.shape[0]).index_add(0, examples_K, losses_K)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        mask = None if batch.is_token.all() else batch.is_token.long()  # without one, attention takes its faster causal path
+        logits_NTV: Tensor = self.model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False).logits
+        return logits_NTV
+
+    def _frozen_head(self, batch: Batch) -> nn.Linear | None:
+        """The head, where its logits are not wanted for themselves; looked for once."""
+        if self._head is _UNKNOWN:
+            short = Batch(batch.input_ids[:1, :4], batch.is_token[:1, :4], batch.is_target[:1, :4])
+            self._head = plain_head(self.model, partial(self._logits, short))
+        return self._head if self._head is not None and is_frozen(self._head) else None
 
 
 def sample_labels(logits_KV: Tensor, uniforms_K: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """Capture: batched gradients equal for-loop autograd, and the model is handed back as it came."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from tdasearch import head
+from tdasearch import language_model as language_model_file
 from tdasearch.capture import Capture
 from tdasearch.errors import CaptureError, UsageError
 from tdasearch.language_model import LanguageModel
@@ -112,7 +115,7 @@ def test_no_weight_gradient_is_computed_and_the_graph_begins_at_the_first_module
     handle = model.model.layers[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0].requires_grad))
     gradients_of(language_model, names, *examples(tokenizer))
     handle.remove()
-    assert inputs == [False]
+    assert set(inputs) == {False}
 
 
 def test_modules_that_read_one_tensor_are_given_one_object():
@@ -207,3 +210,57 @@ def test_modules_are_chosen_by_block_and_pattern():
     for wrong in ({"blocks": "x"}, {"blocks": "7"}, {"blocks": "1:2:3"}, {"patterns": ["*.nothing"]}):
         with pytest.raises(UsageError):
             choose_modules(model, **wrong)
+
+
+class TestHead:
+    """Losses without logits equal those with them; the route is taken only where the logits are the head's own."""
+
+    @staticmethod
+    def gradients(language_model, batch, *, weights_wanted):
+        hidden = []
+        block = language_model.model.get_submodule("model.layers.0.mlp.down_proj")
+        handle = block.register_forward_hook(lambda module, args, output: hidden.append(output.requires_grad_(True)))
+        for parameter in language_model.model.parameters():
+            parameter.requires_grad_(weights_wanted)
+        losses_N = language_model.losses(batch)
+        handle.remove()
+        return losses_N, torch.autograd.grad((losses_N * torch.arange(1.0, 1 + len(losses_N))).sum(), hidden[-1])[0]
+
+    @pytest.mark.parametrize("sampled", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_losses_and_gradients_equal_those_of_the_logits(self, sampled, bias, monkeypatch):
+        model, tokenizer = models.tiny("llama")
+        language_model = LanguageModel(model.double(), tokenizer)
+        if bias:
+            model.lm_head.bias = nn.Parameter(torch.randn(model.lm_head.out_features, dtype=torch.float64))
+        monkeypatch.setattr("tdasearch.head._MIN_ROWS", 7)  # several chunks, the last one short
+        monkeypatch.setitem(head._CHUNK_BYTES, "cpu", 1)
+        batch = language_model.batch(*examples(tokenizer))
+        if sampled:
+            batch = replace(batch, uniforms=torch.rand(batch.input_ids.shape, dtype=torch.float64))
+        calls = []
+        monkeypatch.setattr(language_model_file, "head_losses", lambda *args: calls.append(1) or head.head_losses(*args))
+        expected = self.gradients(language_model, batch, weights_wanted=True)
+        assert not calls
+        found = self.gradients(language_model, batch, weights_wanted=False)
+        assert calls
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(language_model.losses(batch), expected[0].detach(), rtol=1e-12, atol=1e-12)
+
+    def test_a_model_that_changes_its_logits_takes_the_other_route(self):
+        class Capped(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(4, 4)
+                self.head = nn.Linear(4, 9)
+
+            def get_output_embeddings(self):
+                return self.head
+
+            def forward(self, x_NTH):
+                return self.head(self.inner(x_NTH)).mul(0.1).tanh()
+
+        model, x_NTH = Capped(), torch.randn(1, 3, 4)
+        assert head.plain_head(model, lambda: model(x_NTH)) is None
+        assert head.plain_head(model, lambda: model.head(model.inner(x_NTH))) is model.head
