@@ -230,7 +230,7 @@ class TestHead:
     @pytest.mark.parametrize("bias", [False, True])
     def test_losses_and_gradients_equal_those_of_the_logits(self, sampled, bias, monkeypatch):
         model, tokenizer = models.tiny("llama")
-        language_model = LanguageModel(model.double(), tokenizer)
+        language_model = LanguageModel(model.double().eval(), tokenizer)
         if bias:
             model.lm_head.bias = nn.Parameter(torch.randn(model.lm_head.out_features, dtype=torch.float64))
         monkeypatch.setattr("tdasearch.head._MIN_ROWS", 7)  # several chunks, the last one short
