@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from tdasearch.capture import choose_layers
 from tdasearch.errors import UsageError
 from tdasearch.layers import KINDS, Layer, Part, kind_of
+from tdasearch.watch import choose_layers
 
 DEFAULT_KINDS = ("linear",)
 """Kinds that are covered unless others are asked for."""
