@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tdasearch.index import Index
     from tdasearch.indexer.readers import Fields
     from tdasearch.records import Content, Hit, Hits
+    from tdasearch.training import TrainingBatch, TrainingCapture, capture_training
 
 _HOMES = {
     "build_index": "tdasearch.api",
@@ -18,6 +19,9 @@ _HOMES = {
     "Content": "tdasearch.records",
     "Hit": "tdasearch.records",
     "Hits": "tdasearch.records",
+    "TrainingBatch": "tdasearch.training",
+    "TrainingCapture": "tdasearch.training",
+    "capture_training": "tdasearch.training",
     "TdasearchError": "tdasearch.errors",
     "UsageError": "tdasearch.errors",
     "CorpusError": "tdasearch.errors",
@@ -37,8 +41,11 @@ __all__ = [
     "ModelError",
     "StoreError",
     "TdasearchError",
+    "TrainingBatch",
+    "TrainingCapture",
     "UsageError",
     "build_index",
+    "capture_training",
     "open_index",
 ]
 
