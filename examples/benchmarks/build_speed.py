@@ -104,6 +104,12 @@ def main() -> None:
         parser.error("expected either --peers PYTHON or --without-peers")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     corpus = workload.Corpus()
+    wanted = CORPUS_OVER_FIT * arguments.fit_documents + NUM_QUERIES + workload.BATCH_DOCUMENTS * arguments.training_batches
+    if wanted > len(corpus.texts):
+        parser.error(
+            f"expected documents for corpus, queries and training, {wanted:,} with these options, found {len(corpus.texts):,} in "
+            "the standard library: ask for fewer --fit-documents or --training-batches"
+        )
     found: dict[str, list[Row]] = {}
     for model in arguments.model:
         found[model] = measure_ours(model, corpus, arguments)
