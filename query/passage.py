@@ -9,7 +9,7 @@ import numpy as np
 
 from tdasearch.capture import Capture
 from tdasearch.query.queries import encode_query
-from tdasearch.query.rescore import position_contributions
+from tdasearch.query.rescore import token_contributions
 from tdasearch.records import Content, Hit
 from tdasearch.tokens import tokenise
 
@@ -35,7 +35,7 @@ def decisive_passages(index: Index, query: Content, hits: Sequence[Hit], *, num_
         asked = encode_query(index, capture, query, precondition=True)
         for hit in hits:
             tokens = tokenise(language_model.tokenizer, Content(completion=hit.text))
-            contributions_T = position_contributions(language_model, capture, asked, tokens.token_ids, tokens.is_target)
+            contributions_T = token_contributions(language_model, capture, asked, tokens.token_ids, tokens.is_target)
             # What the model learned at position t is to predict token t + 1: the passage is of the tokens that were predicted.
             predicted_T = np.sign(hit.score) * np.concatenate([[0.0], contributions_T[:-1]])
             size = min(num_tokens, len(predicted_T))

@@ -18,8 +18,9 @@ from torch import Tensor
 from tdasearch.capture import Capture
 from tdasearch.encoder import Query
 from tdasearch.errors import UsageError
-from tdasearch.gradients import ModuleGradient, Outer, in_chunks
+from tdasearch.gradients import Dense, ModuleGradient, in_chunks
 from tdasearch.language_model import Bools, Ints, LanguageModel, token_batches
+from tdasearch.operations import inner_products, position_contributions, size_of
 from tdasearch.progress import Step
 from tdasearch.rotation import Rotation
 
@@ -81,16 +82,7 @@ class Rescorer:
         return scores_QN
 
     def _consume(self, scores: Tensor, norms: Tensor, rotation: Rotation, name: str, gradient: ModuleGradient) -> None:
-        preconditioned_QOI = self._preconditioned[name]
-        dtype = preconditioned_QOI.dtype
-        if self._num_queries == 1 and isinstance(gradient, Outer):
-            # sum_t g_t^T P a_t costs what forming the weight gradient would, and needs no memory for it.
-            scores[:, 0] += contributions(gradient, preconditioned_QOI[0]).sum(1)
-        else:
-            flat_QX, start = preconditioned_QOI.flatten(1), 0
-            for part in in_chunks(gradient, _CHUNK_BYTES):
-                scores[start : start + part.num_examples] += part.dense().to(dtype).flatten(1) @ flat_QX.T
-                start += part.num_examples
+        scores += inner_products(gradient, Dense(self._preconditioned[name]), chunk_bytes=_CHUNK_BYTES)
         if self._cosine:
             factors, start = self._encoder.factors[name], 0
             rotated = rotation(gradient, factors.gradient_eigenvectors, factors.activation_eigenvectors)
@@ -100,13 +92,7 @@ class Rescorer:
                 start += part.num_examples
 
 
-def contributions(gradient: Outer, preconditioned_OI: Tensor) -> Tensor:
-    """Each position's share of the score through one module: ``g_t^T P a_t`` [N, T]; they sum to the module's score."""
-    dtype = preconditioned_OI.dtype
-    return ((gradient.output_gradients_NTO.to(dtype) @ preconditioned_OI) * gradient.activations_NTI.to(dtype)).sum(2)
-
-
-def position_contributions(
+def token_contributions(
     language_model: LanguageModel, capture: Capture, query: Query, token_ids: Ints, is_target: Bools
 ) -> NDArray[np.float64]:
     """Split a window's exact score over its positions.
@@ -124,11 +110,11 @@ def position_contributions(
     sums: list[Tensor] = []
 
     def consume(name: str, gradient: ModuleGradient) -> None:
-        if not isinstance(gradient, Outer) or gradient.output_gradients_NTO.shape[1] != len(token_ids):
+        if size_of(gradient).num_positions != len(token_ids):
             raise UsageError(
                 f"module {name!r}: its positions are not the document's tokens, so its score cannot be split over them"
             )
-        sums.append(contributions(gradient, query.preconditioned[name])[0].double())
+        sums.append(position_contributions(gradient, query.preconditioned[name])[0].double())
 
     batch = language_model.batch([token_ids], [is_target])
     capture.backward(partial(language_model.losses, batch), consume, is_token_NT=batch.is_token)

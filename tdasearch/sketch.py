@@ -27,16 +27,22 @@ class Sketch:
         seed: Equal seeds give equal sketches on every machine and device: the random bits are Philox's raw output, whose stream
             NumPy guarantees.
         device: Where the vectors are.
+        start: Coordinates that lie before the first module's: a part of a longer sketch.
     """
 
     def __init__(
-        self, num_coordinates: Mapping[str, int], *, sketch_dim: int, seed: int, device: torch.device | str = "cpu"
+        self,
+        num_coordinates: Mapping[str, int],
+        *,
+        sketch_dim: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+        start: int = 0,
     ) -> None:
         self.sketch_dim = sketch_dim
         self._seed = seed
         self._buckets: dict[str, Tensor] = {}
         self._signs: dict[str, Tensor] = {}
-        start = 0
         for name, count in num_coordinates.items():
             buckets, signs = self._draw(start, start + count)
             self._buckets[name] = torch.from_numpy(buckets).to(device)

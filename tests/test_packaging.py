@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Folders at the root and the packages that they are installed as.
 PACKAGES = {"tdasearch": "tdasearch", "indexer": "tdasearch.indexer", "query": "tdasearch.query"}
 FRONT_DOORS = {"tdasearch", "tdasearch.api", "tdasearch.index", "tdasearch.cli", "tdasearch.__main__"}
-MATHEMATICS = {"tdasearch.capture", "tdasearch.curvature", "tdasearch.encoder", "tdasearch.sketch", "tdasearch.codes"}
+MATHEMATICS = {
+    f"tdasearch.{name}" for name in ("capture", "codes", "curvature", "encoder", "operations", "projection", "rotation", "sketch")
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

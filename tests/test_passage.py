@@ -8,7 +8,7 @@ import tdasearch
 from tdasearch.capture import Capture
 from tdasearch.query.passage import decisive_passages
 from tdasearch.query.queries import encode_query
-from tdasearch.query.rescore import position_contributions
+from tdasearch.query.rescore import token_contributions
 from tdasearch.records import Content
 from tests import models
 
@@ -28,7 +28,7 @@ def test_contributions_sum_to_the_score_and_passages_lie_in_the_text(kind, tmp_p
     hits = index.search(query.prompt, query.completion, k=10, rescore="all").proponents
     with Capture(model, index.manifest.plan.modules) as capture:
         asked = encode_query(index, capture, query, precondition=True)
-        contribute = partial(position_contributions, index.language_model, capture, asked)
+        contribute = partial(token_contributions, index.language_model, capture, asked)
         for hit in hits:
             ids = tokenizer(hit.text).input_ids
             found = contribute(ids, [False] + [True] * (len(ids) - 1))
