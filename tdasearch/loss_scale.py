@@ -41,21 +41,26 @@ def scale_of_logits(logits: Tensor, gradient: Tensor, example_R: Tensor, num_exa
         scale_N float64. 1 for an example without a target, whose gradients are zero.
 
     Raises:
-        CaptureError: The gradient is no multiple of softmax - onehot, or not the same multiple at all positions of an example.
+        CaptureError: The gradient is no multiple of softmax - onehot, or not the same multiple at all positions of an example;
+            or a position that belongs to no example has one.
     """
     logits_RV, gradients_RV = logits.reshape(-1, logits.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
     rows_K = (gradients_RV != 0).any(1).nonzero()[:, 0]
+    if bool((example_R[rows_K] < 0).any()):
+        raise CaptureError(
+            "expected no loss at positions that belong to no example (padding of packed rows), found one; mend segments"
+        )
     wide = torch.promote_types(logits.dtype, torch.float32)
     size = max(1, _CHUNK_BYTES // (logits_RV.shape[1] * wide.itemsize))
     measured = [_measure(logits_RV[rows].to(wide), gradients_RV[rows].to(wide)) for rows in rows_K.split(size)]
     scale_K, weight_K, rest_K, length_K = torch.cat(measured, dim=1).double()
     scale_N = _pooled(scale_K, weight_K, example_R[rows_K], num_examples)
-    expected_K = scale_N[example_R[rows_K].clamp_min(0)]
+    expected_K = scale_N[example_R[rows_K]]
     misfit_K = (rest_K.square() + weight_K * (scale_K - expected_K).square()).sqrt()
     underflow = _SMALLEST_HALF * logits_RV.shape[1] ** 0.5 if gradient.dtype == torch.float16 else 0.0
     tolerance = _TOLERANCE.get(gradient.dtype, _WIDE_TOLERANCE)
     allowed_K = tolerance * length_K + 1e-5 * expected_K.abs() + underflow  # the second: rounding of the softmax itself
-    if bool((misfit_K > allowed_K).any()) or bool((example_R[rows_K] < 0).any()):
+    if bool((misfit_K > allowed_K).any()):
         worst = int((misfit_K - allowed_K).argmax())
         off = float(misfit_K[worst] / length_K[worst])
         raise CaptureError(
@@ -82,12 +87,12 @@ def scale_of_log_probabilities(gradient: Tensor, example_R: Tensor, num_examples
         CaptureError: Positions of one example have different factors.
     """
     scale_R = -gradient.reshape(-1).double()
-    rows_K = scale_R.nonzero()[:, 0]
+    rows_K = ((scale_R != 0) & (example_R >= 0)).nonzero()[:, 0]  # those of ignored labels may have a gradient, without effect
     scale_K = scale_R[rows_K]
     scale_N = _pooled(scale_K, torch.ones_like(scale_K), example_R[rows_K], num_examples)
-    expected_K = scale_N[example_R[rows_K].clamp_min(0)]
+    expected_K = scale_N[example_R[rows_K]]
     tolerance = _TOLERANCE.get(gradient.dtype, _WIDE_TOLERANCE)
-    if bool(((scale_K - expected_K).abs() > tolerance * expected_K.abs()).any()) or bool((example_R[rows_K] < 0).any()):
+    if bool(((scale_K - expected_K).abs() > tolerance * expected_K.abs()).any()):
         low, high = float(scale_K.min()), float(scale_K.max())
         raise CaptureError(_NO_CROSS_ENTROPY.format(f"tokens are weighted differently, from {low:.6g} to {high:.6g}"))
     return scale_N
@@ -107,7 +112,6 @@ def _measure(logits_KV: Tensor, gradients_KV: Tensor) -> Tensor:
 
 def _pooled(scale_K: Tensor, weight_K: Tensor, example_K: Tensor, num_examples: int) -> Tensor:
     """Weighted mean of the positions of each example, [N]; 1 where there are none."""
-    example_K = example_K.clamp_min(0)
     weight_N = weight_K.new_zeros(num_examples).index_add(0, example_K, weight_K)
     sum_N = weight_K.new_zeros(num_examples).index_add(0, example_K, weight_K * scale_K)
     return torch.where(weight_N > 0, sum_N / weight_N.where(weight_N > 0, torch.ones_like(weight_N)), torch.ones_like(weight_N))

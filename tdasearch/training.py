@@ -28,8 +28,10 @@ from tdasearch.gradients import Dense, Grouped, Lookup, ModuleGradient, Outer, s
 from tdasearch.layers import Layer
 from tdasearch.loss_scale import scale_of_log_probabilities, scale_of_logits
 from tdasearch.modules import DEFAULT_KINDS, choose_modules
+from tdasearch.segments import Segments, find_segments, segments_of
 from tdasearch.watch import Pass, choose_layers, refuse_compiled
 
+SegmentIds = Literal["auto"] | Callable[[Inputs], Tensor] | None
 LossScale = Literal["auto"] | float | Callable[[Inputs], float | Tensor]
 
 
@@ -43,6 +45,7 @@ class TrainingBatch:
         num_examples: N.
         scale_N: [N] float64, what the loop multiplied each example's summed loss by; divided out of the gradients.
         inputs: What the model was called with.
+        segments: Where the examples lie in packed rows; None: each is a row.
     """
 
     number: int
@@ -50,14 +53,17 @@ class TrainingBatch:
     num_examples: int
     scale_N: Tensor
     inputs: Inputs
+    segments: Segments | None = None
 
 
 class _TrainingPass:
     """A pass that is under way, with what was seen of its loss."""
 
-    def __init__(self, inputs: Inputs, num_examples: int) -> None:
+    def __init__(self, inputs: Inputs, num_rows: int, segments: Segments | None) -> None:
         self.inputs = inputs
-        self.num_examples = num_examples
+        self.num_rows = num_rows
+        self.segments = segments
+        self.num_examples = num_rows if segments is None else len(segments)
         self.scale_N: Tensor | None = None
         self.gradients: dict[str, ModuleGradient] = {}
         self.is_finite: list[Tensor] = []
@@ -79,6 +85,7 @@ class TrainingCapture:
         on_batch: Callable[[TrainingBatch], None],
         names: Sequence[str],
         loss_scale: LossScale,
+        segments: SegmentIds,
         transform: Callable[[str, ModuleGradient], ModuleGradient],
     ) -> None:
         refuse_compiled(model)
@@ -88,6 +95,7 @@ class TrainingCapture:
         self._on_batch = on_batch
         self._chosen = choose_layers(model, names)
         self._loss_scale = loss_scale
+        self._segments = segments
         self._transform = transform
         self._attached = ExitStack()
         self._entered = False
@@ -125,9 +133,17 @@ class TrainingCapture:
             self._current = None
             return
         inputs = named_inputs(module, args, kwargs)
-        batch = _TrainingPass(inputs, count_examples(inputs))
+        num_rows = count_examples(inputs)
+        if callable(self._segments):
+            segments: Segments | None = segments_of(self._segments(inputs))
+        else:
+            segments = find_segments(inputs, num_rows) if self._segments == "auto" else None
+            if segments is not None:
+                _refuse_cache(module, inputs)
+        batch = _TrainingPass(inputs, num_rows, segments)
         batch.watched = Pass(self._chosen, partial(self._consume, batch))
-        batch.watched.num_examples = batch.num_examples
+        batch.watched.num_examples, batch.watched.num_rows = batch.num_examples, num_rows
+        batch.watched.split = None if segments is None else segments.split
         self._current = batch
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -187,20 +203,12 @@ class TrainingCapture:
         batch.is_finite.append(gradient.isfinite().all())
         if not batch.is_finite[-1]:
             return
-        num_rows = gradient.numel() if is_log else gradient.numel() // gradient.shape[-1]
-        example_R = self._example_of_rows(batch, num_rows, gradient.device)
+        num_positions = gradient.numel() if is_log else gradient.numel() // gradient.shape[-1]
+        example_R = _example_of_positions(batch, num_positions).to(gradient.device)
         if is_log:
             batch.scale_N = scale_of_log_probabilities(gradient, example_R, batch.num_examples)
         else:
             batch.scale_N = scale_of_logits(values, gradient, example_R, batch.num_examples)
-
-    def _example_of_rows(self, batch: _TrainingPass, num_rows: int, device: torch.device) -> Tensor:
-        if num_rows % batch.num_examples:
-            raise CaptureError(
-                f"expected as many positions of logits for each of {batch.num_examples} examples, found {num_rows} in all; give "
-                "loss_scale"
-            )
-        return torch.arange(batch.num_examples, device=device).repeat_interleave(num_rows // batch.num_examples)
 
     def _finish(self) -> None:
         """Deliver the passes that this backward pass went through; run by autograd at its end."""
@@ -223,7 +231,7 @@ class TrainingCapture:
             }
             batch.gradients = {}
             with torch.no_grad():
-                self._on_batch(TrainingBatch(number, gradients, batch.num_examples, scale_N, batch.inputs))
+                self._on_batch(TrainingBatch(number, gradients, batch.num_examples, scale_N, batch.inputs, batch.segments))
 
     def _scale(self, batch: _TrainingPass) -> Tensor:
         found: Any = batch.scale_N
@@ -257,12 +265,14 @@ def capture_training(
     kinds: Sequence[str] = DEFAULT_KINDS,
     blocks: str | None = None,
     loss_scale: LossScale = "auto",
+    segments: SegmentIds = "auto",
     transform: Callable[[str, ModuleGradient], ModuleGradient] | None = None,
 ) -> TrainingCapture:
     """Watch a training loop, which runs inside the context that is returned.
 
-    The examples of a batch are its rows; the loss of one must depend on no other (no batch statistics, no contrastive loss). This
-    is not checked, as it would take another pass. Examples without a target have gradient zero.
+    The examples of a batch are its rows, or the documents packed in them; the loss of one must depend on no other (no batch
+    statistics, no contrastive loss). This is not checked, as it would take another pass. Examples without a target have gradient
+    zero.
 
     Args:
         model: What the loop calls; inside ``DistributedDataParallel``, the model that is wrapped. Not under ``torch.compile``.
@@ -273,6 +283,8 @@ def capture_training(
         blocks: Range of blocks, such as ``"-8:"``.
         loss_scale: What the loop multiplies an example's summed loss by. ``"auto"`` measures it for cross entropies, including a
             gradient scaler's factor; otherwise the number, or a function of the model's inputs that returns it or one an example.
+        segments: How packed rows are told apart, each document being an example. ``"auto"``: by ``find_segments``; a function of
+            the model's inputs that returns the number of each position's document [N, T], -1 for none; None: rows are examples.
         transform: Applied to each part's gradients as soon as they are there, so that a batch's need not be held in full; linear
             in each example's gradient.
 
@@ -285,9 +297,10 @@ def capture_training(
     """  # noqa: DOC502
     if not (loss_scale == "auto" or callable(loss_scale) or isinstance(loss_scale, int | float)):
         raise UsageError(f"loss_scale: expected 'auto', a number or a function of the model's inputs, found {loss_scale!r}")
-    refuse_compiled(model)
+    if not (segments is None or segments == "auto" or callable(segments)):
+        raise UsageError(f"segments: expected 'auto', None or a function of the model's inputs, found {segments!r}")
     names = choose_modules(model, patterns=modules, kinds=kinds, blocks=blocks).names
-    return TrainingCapture(model, on_batch, names, loss_scale, transform or _unchanged)
+    return TrainingCapture(model, on_batch, names, loss_scale, segments, transform or _unchanged)
 
 
 def _refuse_compiled_around(model: nn.Module) -> None:
@@ -329,6 +342,35 @@ def _widened(gradient: ModuleGradient) -> ModuleGradient:
             return Outer(gradient.activations_NTI, values.to(wide), gradient.is_position_NT)
         case Lookup():
             return Lookup(gradient.indices_NT, values.to(wide), gradient.num_rows, gradient.is_position_NT)
+
+
+def _refuse_cache(model: nn.Module, inputs: Inputs) -> None:
+    """Raise where documents are not kept apart: transformers does only where it makes no cache, but by default it makes one."""
+    config: Any = getattr(model, "config", None)
+    uses_cache = inputs.get("use_cache")
+    if uses_cache is None:
+        uses_cache = getattr(config, "use_cache", False)
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        uses_cache = False  # transformers makes none then
+    if uses_cache and "flash" not in str(getattr(config, "_attn_implementation", "")):
+        raise CaptureError(
+            "packed documents see each other in a pass that makes a cache, so their gradients cannot be told apart: call the "
+            "model with use_cache=False, or say with segments=... that its attention keeps them apart"
+        )
+
+
+def _example_of_positions(batch: _TrainingPass, num_positions: int) -> Tensor:
+    """The example of each position of the logits, which may leave out the last one of a row."""
+    a_row = num_positions // batch.num_rows
+    expected = (a_row,) if batch.segments is None else (batch.segments.num_positions, batch.segments.num_positions - 1)
+    if num_positions % batch.num_rows or a_row not in expected:
+        raise CaptureError(
+            f"expected as many positions of logits in each of {batch.num_rows} rows, all of them in packed rows, found "
+            f"{num_positions} in all; give loss_scale"
+        )
+    if batch.segments is None:
+        return torch.arange(batch.num_rows).repeat_interleave(a_row)
+    return batch.segments.of_positions(batch.num_rows)[:, :a_row].flatten()
 
 
 def _refuse_auxiliary(name: str, gradient: Tensor) -> None:

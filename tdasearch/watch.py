@@ -146,6 +146,7 @@ class Pass:
 
     Attributes:
         num_examples: N; to be set before the backward pass.
+        num_rows: Rows of the batch where ``split`` makes several examples of one; 0: N.
         is_token_NT: [N, T] False at padding; None: positions with a gradient.
         split: Applied to the gradients of each use before they are summed.
         inspect: Receives the gradients of each use in the place of ``consume``; the pass can be differentiated again.
@@ -159,7 +160,7 @@ class Pass:
         self._owned: dict[str, list[str]] = {owner: [] for owner in chosen.parts}
         for name, (owner, _) in chosen.owner.items():
             self._owned[owner].append(name)
-        self.num_examples = 0
+        self.num_examples = self.num_rows = 0
         self.is_token_NT: Tensor | None = None
         self.split: Callable[[str, ModuleGradient], ModuleGradient] | None = None
         self.inspect: Consume | None = None
@@ -201,7 +202,7 @@ class Pass:
 
     def _receive(self, layer: Layer, kept: tuple[Tensor, ...], gradient: Tensor) -> None:
         activations = self._activations(layer, kept)
-        found = layer.gradients(kept, activations, gradient, self.num_examples, self.is_token_NT)
+        found = layer.gradients(kept, activations, gradient, self.num_rows or self.num_examples, self.is_token_NT)
         for name, one in found.items():
             part_gradient = one if self.split is None else self.split(name, one)
             if self.inspect is not None:
@@ -219,7 +220,7 @@ class Pass:
         key = (layer.reads, read.data_ptr(), read.storage_offset(), read.shape, read.stride(), read.dtype)
         if layer.reads is not None and self._last_read is not None and self._last_read[0] == key:
             return self._last_read[2]
-        activations = layer.activations(kept, self.num_examples)
+        activations = layer.activations(kept, self.num_rows or self.num_examples)
         self._last_read = (key, read, activations)  # the tensor is held: its address stays its own
         return activations
 

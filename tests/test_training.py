@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tdasearch import capture_training
 from tdasearch.errors import CaptureError, UsageError
+from tdasearch.gradients import Dense, Grouped, Lookup, Outer
 from tdasearch.loss_scale import scale_of_logits
 from tdasearch.modules import choose_modules
+from tdasearch.segments import find_segments, segments_of
 from tests import models, reference
 
 IGNORED = -100
@@ -432,3 +434,138 @@ def test_nothing_is_held_after_the_pass():
         gc.collect()
         assert [one() for one in seen] == [None, None]
     handle.remove()
+
+
+class TestPacked:
+    """Documents packed in rows are told apart again: each has the gradients that it has alone."""
+
+    @staticmethod
+    def rows(tokenizer, layout):
+        """Pack the documents; return input_ids, position_ids and labels, whose first of each document is ignored."""
+        texts = iter(models.sentences(sum(layout)))
+        rows = [[tokenizer(next(texts)).input_ids for _ in range(num)] for num in layout]
+        longest = max(sum(map(len, row)) for row in rows)
+        inputs = {name: torch.zeros(len(rows), longest, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+        inputs["labels"] = torch.full((len(rows), longest), IGNORED)
+        for number, row in enumerate(rows):
+            length = sum(map(len, row))
+            inputs["input_ids"][number, :length] = torch.tensor([token for ids in row for token in ids])
+            inputs["position_ids"][number, :length] = torch.cat([torch.arange(len(ids)) for ids in row])
+            inputs["labels"][number, :length] = torch.tensor([one for ids in row for one in [IGNORED, *ids[1:]]])
+        return inputs, [ids for row in rows for ids in row]
+
+    @pytest.mark.parametrize("reentrant", [None, False, True])
+    @pytest.mark.parametrize("kind", models.KINDS)
+    @pytest.mark.parametrize("told_by", ["positions", "ends", "ids"])
+    def test_a_packed_row_is_an_example_a_document(self, kind, told_by, reentrant):
+        if (told_by != "positions" or kind == "qwen2") and reentrant is not None:
+            pytest.skip("the others cover it")
+        model, tokenizer = without_dropout(kind, torch.float64 if reentrant is None else torch.float32)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        inputs, token_ids = self.rows(tokenizer, [4])
+        options, more = {}, {}
+        if told_by == "ends":
+            more["cu_seq_lens_q"] = torch.tensor([0, *map(len, token_ids)]).cumsum(0).int()
+        elif told_by == "ids":
+            numbers = torch.arange(4).repeat_interleave(torch.tensor([len(ids) for ids in token_ids]))[None]
+            options["segments"] = lambda inputs: numbers
+        found = []
+        with capture_training(model, found.append, **options):
+            with reference.FullPrecision() if reentrant is None else nullcontext():
+                loss = model(**inputs, **more, use_cache=False).loss
+            loss.backward()
+        assert found[0].num_examples == 4
+        assert found[0].segments.length_S.tolist() == [len(ids) for ids in token_ids]
+        assert_exact(dense(found[0]), model, token_ids, 1e-9 if reentrant is None else 1e-4)
+
+    def test_several_rows_with_padding_that_is_no_document(self):
+        model, tokenizer = without_dropout("llama")
+        inputs, token_ids = self.rows(tokenizer, [3, 1, 2])
+        lengths = [len(ids) for ids in token_ids]
+
+        def numbers(inputs):
+            ids_NT = torch.full_like(inputs["input_ids"], -1)
+            for row, documents in enumerate(([0, 1, 2], [3], [4, 5])):
+                flat = torch.tensor([document for document in documents for _ in range(lengths[document])])
+                ids_NT[row, : len(flat)] = flat
+            return ids_NT
+
+        found = []
+        with capture_training(model, found.append, segments=numbers), reference.FullPrecision():
+            model(**inputs, use_cache=False).loss.backward()
+        assert found[0].segments.row_S.tolist() == [0, 0, 0, 1, 2, 2]
+        assert_exact(dense(found[0]), model, token_ids, 1e-9)
+        with (
+            pytest.raises(CaptureError, match="belong to no example"),
+            capture_training(model, print, segments=lambda inputs: numbers(inputs).masked_fill(numbers(inputs) == 3, -1)),
+        ):
+            model(**inputs, use_cache=False).loss.backward()
+
+    def test_means_of_documents_and_rows_as_examples(self):
+        model, tokenizer = without_dropout("llama")
+        inputs, token_ids = self.rows(tokenizer, [3])
+        lengths = torch.tensor([len(ids) for ids in token_ids])
+        numbers = torch.arange(3).repeat_interleave(lengths)[:-1]
+        found = []
+
+        def run(use_cache=False, **options):
+            with capture_training(model, found.append, **options), reference.FullPrecision():
+                packed = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"]}
+                logits = model(**packed, **({} if use_cache else {"use_cache": False})).logits[0, :-1]
+                losses = F.cross_entropy(logits, inputs["labels"][0, 1:], reduction="none", ignore_index=IGNORED)
+                (losses / (lengths - 1)[numbers]).sum().backward()
+
+        run()
+        torch.testing.assert_close(found[0].scale_N, 1 / (lengths - 1).double())
+        assert_exact(dense(found[0]), model, token_ids, 1e-9)
+        with pytest.raises(CaptureError, match="give loss_scale"):
+            run(segments=None)
+        with pytest.raises(CaptureError, match="use_cache=False"):  # transformers lets documents see each other then
+            run(use_cache=True)
+        run(segments=None, loss_scale=1.0)
+        assert found[1].num_examples == 1
+        for name, gradient in dense(found[0]).items():
+            summed = (gradient * found[0].scale_N[:, None, None]).sum(0)
+            torch.testing.assert_close(dense(found[1])[name][0], summed, rtol=1e-9, atol=1e-12)
+
+    def test_a_mask_or_positions_that_count_on_mean_rows(self):
+        ids = torch.tensor([[0, 1, 2, 0, 1]])
+        assert len(find_segments({"position_ids": ids}, 1)) == 2
+        assert find_segments({"position_ids": ids, "attention_mask": torch.ones(1, 5)}, 1) is None
+        assert find_segments({"position_ids": torch.arange(5)[None]}, 3) is None
+        assert find_segments({"position_ids": torch.arange(5)[None].expand(3, 1, 5)}, 1) is None
+        assert find_segments({}, 2) is None
+        assert find_segments({"cu_seqlens": torch.tensor([0, 2, 2, 5])}, 1).length_S.tolist() == [2, 3]
+        with pytest.raises(CaptureError, match="one row"):
+            find_segments({"cu_seqlens": torch.tensor([0, 2, 5])}, 2)
+        with pytest.raises(CaptureError, match="integers"):
+            segments_of(torch.ones(4))
+
+    def test_every_form_is_split(self):
+        torch.manual_seed(0)
+        segments = segments_of(torch.tensor([[0, 0, 1, 1, 1, 2], [3, -1, 5, 5, 5, 5]]))
+        bounds = [(0, 0, 2), (0, 2, 5), (0, 5, 6), (1, 0, 1), (1, 2, 6)]
+        g_NTO, a_NTI = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
+        for one in (
+            Outer(a_NTI, g_NTO),
+            Outer(torch.randn(2, 6, 900), torch.randn(2, 6, 1)),
+            Lookup(torch.randint(7, (2, 6)), g_NTO, 7),
+            Grouped(torch.randn(2, 6, 2, 4), torch.randn(2, 6, 2, 3)),
+            Grouped(torch.randn(2, 1, 2, 4), torch.randn(2, 6, 2, 3)),
+        ):
+            found = segments.split("x", one)
+            assert found.num_examples == 5
+            for document, (row, start, stop) in enumerate(bounds):
+                fields = [getattr(one, name) for name in type(one).__dataclass_fields__]
+                cut = [
+                    value[row : row + 1, start:stop] if isinstance(value, torch.Tensor) and value.shape[1] == 6 else value
+                    for value in fields
+                ]
+                cut = [value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == 2 else value for value in cut]
+                torch.testing.assert_close(found.dense()[document], type(one)(*cut).dense()[0], rtol=1e-6, atol=1e-6)
+        long = segments_of(torch.arange(40).repeat_interleave(torch.tensor([1] * 39 + [400]))[None])
+        assert isinstance(long.split("x", Outer(torch.randn(1, 439, 4), torch.randn(1, 439, 4))), Dense)
+        for wrong in (Dense(torch.ones(2, 3, 4)), Outer(a_NTI[:, :5], g_NTO[:, :5])):
+            with pytest.raises(CaptureError, match="expected 6 positions"):
+                segments.split("x", wrong)
