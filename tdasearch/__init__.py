@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tdasearch.index import Index
     from tdasearch.indexer.readers import Fields
     from tdasearch.records import Content, Hit, Hits
+    from tdasearch.trainer import CaptureCallback
     from tdasearch.training import TrainingBatch, TrainingCapture, capture_training
 
 _HOMES = {
@@ -19,6 +20,7 @@ _HOMES = {
     "Content": "tdasearch.records",
     "Hit": "tdasearch.records",
     "Hits": "tdasearch.records",
+    "CaptureCallback": "tdasearch.trainer",
     "TrainingBatch": "tdasearch.training",
     "TrainingCapture": "tdasearch.training",
     "capture_training": "tdasearch.training",
@@ -31,6 +33,7 @@ _HOMES = {
 }
 __version__ = "0.1.0"
 __all__ = [
+    "CaptureCallback",
     "CaptureError",
     "Content",
     "CorpusError",

@@ -76,6 +76,7 @@ class TrainingCapture:
 
     Attributes:
         num_batches: Passes that were differentiated so far.
+        is_watching: Whether the context is entered.
         nonfinite: Numbers of those whose gradients were not finite (an overflow that the loss scaler will skip).
     """
 
@@ -98,7 +99,7 @@ class TrainingCapture:
         self._segments = segments
         self._transform = transform
         self._attached = ExitStack()
-        self._entered = False
+        self.is_watching = False
         self._current: _TrainingPass | None = None  # its forward pass runs
         self._started: list[_TrainingPass] = []  # their backward pass runs
 
@@ -109,7 +110,7 @@ class TrainingCapture:
 
     def __enter__(self) -> TrainingCapture:
         _refuse_compiled_around(self.model)
-        self._entered = True
+        self.is_watching = True
         self._attached = self._chosen.attach(self._watch)
         self._attached.enter_context(self.model.register_forward_pre_hook(self._before, with_kwargs=True))
         self._attached.enter_context(self.model.register_forward_hook(self._after, always_call=True))
@@ -117,7 +118,7 @@ class TrainingCapture:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._attached.close()
-        self._entered = False
+        self.is_watching = False
         self._current, self._started = None, []
         if kind is None and not self.num_batches:
             warnings.warn(
@@ -179,7 +180,7 @@ class TrainingCapture:
 
     def _begin(self, batch: _TrainingPass, *_: Tensor) -> None:
         """A gradient reached the pass."""
-        if not self._entered:
+        if not self.is_watching:
             raise CaptureError("a pass that was begun in a training capture was differentiated after it: put backward() inside")
         if batch.finished:
             raise CaptureError(
