@@ -17,7 +17,7 @@ from tdasearch.store.manifest import Manifest
 def build(job: Job, options: BuildOptions) -> None:
     """Build an index, or go on with a build that was stopped; ``tdasearch.build_index`` says what may be chosen."""
     with ledger.writing(job.path, new=True) as begun:
-        coverage = choose_modules(job.language_model.model, patterns=options.modules, blocks=options.blocks)
+        coverage = choose_modules(job.language_model.model, patterns=options.modules, kinds=options.kinds, blocks=options.blocks)
         staged = ledger.stage_corpus(job, cut_of(options, max_tokens=job.language_model.max_tokens))
         plan = choose_plan(options, coverage, max_tokens=job.language_model.max_tokens, num_documents=staged.num_documents)
         write(job, ledger.begin(job, begun, staged, coverage, plan, method=options.method), staged)

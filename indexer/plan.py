@@ -32,6 +32,7 @@ class BuildOptions:
     budget: str | int = "1KB"
     code: str = "1bit"
     modules: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
     blocks: str | None = None
     eigenbasis_share: float | None = None
     window_tokens: int | None = None

@@ -25,6 +25,7 @@ def build_index(
     budget: str | int = "1KB",
     code: str = "1bit",
     modules: Sequence[str] = (),
+    kinds: Sequence[str] = (),
     blocks: str | None = None,
     eigenbasis_share: float | None = None,
     window_tokens: int | None = None,
@@ -52,7 +53,9 @@ def build_index(
         method: "ekfac" or "kfac".
         budget: Bytes a row, such as "1KB" (1,024).
         code: "1bit", "fp16" or "fp32".
-        modules: Shell patterns of module names; by default every linear map in the transformer blocks.
+        modules: Shell patterns of module names; by default every linear map, convolution and expert in the transformer blocks
+            (of a model with peft adapters, those), not the embedding, not the head.
+        kinds: Kinds of layers: "linear", "convolution", "experts", "adapter" (these by default), "norm", "embedding", "other".
         blocks: Range of blocks, such as "22:30" or "-8:".
         eigenbasis_share: Share of each eigenbasis that is kept, in (0, 1]; by default a quarter, or more where it fits.
         window_tokens: Longest run of tokens that is one row; by default 1,024, or the context where it is shorter.
@@ -90,6 +93,7 @@ def build_index(
         budget=budget,
         code=code,
         modules=tuple(modules),
+        kinds=tuple(kinds),
         blocks=blocks,
         eigenbasis_share=eigenbasis_share,
         window_tokens=window_tokens,

@@ -129,6 +129,9 @@ def _number_or_all(_: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--modules", multiple=True, metavar="PATTERN", help="Cover modules of this name, such as '*.mlp.*'; may be given again."
 )
+@click.option(
+    "--kinds", multiple=True, metavar="KIND", help="Cover layers of this kind: norm, embedding, ...; may be given again."
+)
 @click.option("--blocks", metavar="RANGE", help="Cover these transformer blocks: 22:30, -8:, 3. [default: all]")
 @click.option(
     "--eigenbasis-share", type=float, help="Share of each eigenbasis that is kept. [default: a quarter, or more if it fits]"

@@ -10,10 +10,11 @@ from torch import nn
 
 from tdasearch.errors import UsageError
 from tdasearch.layers import KINDS, Layer, Part, kind_of
+from tdasearch.layers.adapter import adapter_modules
 from tdasearch.watch import choose_layers
 
-DEFAULT_KINDS = ("linear",)
-"""Kinds that are covered unless others are asked for."""
+DEFAULT_KINDS = ("linear", "convolution", "experts", "adapter")
+"""Kinds that are covered unless others are asked for: the maps, not the vectors and tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Coverage:
 
 
 def choose_modules(
-    model: nn.Module, *, patterns: Sequence[str] = (), kinds: Sequence[str] = DEFAULT_KINDS, blocks: str | None = None
+    model: nn.Module, *, patterns: Sequence[str] = (), kinds: Sequence[str] = (), blocks: str | None = None
 ) -> Coverage:
     """Choose modules by name, kind and block.
 
@@ -56,8 +57,8 @@ def choose_modules(
     Args:
         model: The model.
         patterns: Shell patterns of module names (``*.mlp.*``); a module is kept if one matches, wherever it is. None given: all
-            modules inside the blocks, or all of a model that has no blocks.
-        kinds: Kinds of layers, of ``layers.KINDS``.
+            modules inside the blocks, or all of a model that has no blocks; of a model with peft adapters, only those.
+        kinds: Kinds of layers, of ``layers.KINDS``; none given: ``DEFAULT_KINDS``.
         blocks: ``"22:30"`` keeps blocks 22 to 29, ``"-8:"`` the last eight, ``"3"`` one. None: all.
 
     Returns:
@@ -66,6 +67,7 @@ def choose_modules(
     Raises:
         UsageError: Nothing was chosen, ``blocks`` is no range, or a kind is unknown.
     """
+    kinds = kinds or DEFAULT_KINDS
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise UsageError(f"kinds: expected some of {', '.join(KINDS)}, found {', '.join(unknown)}")
@@ -77,6 +79,9 @@ def choose_modules(
         for name, module in model.named_modules()
         if (found := kind_of(name, module)) is not None and found[0] in kinds
     }
+    adapters = adapter_modules(model)
+    if adapters and not patterns:
+        candidates = {name: layer for name, layer in candidates.items() if name in adapters}
     if blocks is not None or (not patterns and num_blocks):
         candidates = {name: layer for name, layer in candidates.items() if inside.get(name) in kept}
     layers = [

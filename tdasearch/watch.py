@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tdasearch.errors import CaptureError
 from tdasearch.gradients import ModuleGradient, Outer, total, transposed
 from tdasearch.layers import Layer, Part, Watch, layer_of
+from tdasearch.layers.adapter import refuse_inactive
 
 Consume = Callable[[str, ModuleGradient], None]
 """Called with a part's name and its gradients, once a part and pass."""
@@ -99,6 +100,7 @@ def choose_layers(model: nn.Module, names: Sequence[str]) -> Chosen:
     Raises:
         CaptureError: A name is missing, its module is of no known kind, or shares a part of its parameters with another.
     """
+    refuse_inactive(model, names)
     modules = dict(model.named_modules())
     layers: dict[str, Layer] = {}
     parts: dict[str, Part] = {}
@@ -116,7 +118,8 @@ def choose_layers(model: nn.Module, names: Sequence[str]) -> Chosen:
             owner.update((part.name, (part.name, False)) for part in layer.parts)
         else:
             owner.update(_tie(earlier, layer))
-        owners.update((id(parameter), layer) for parameter in layer.parameters().values())
+        for parameter in layer.parameters().values():
+            owners.setdefault(id(parameter), layer)  # the first one: every later use adds to it
     return Chosen(layers, parts, owner)
 
 

@@ -6,13 +6,25 @@ from collections.abc import Callable
 
 from torch import nn
 
+from tdasearch.layers.adapter import adapter
+from tdasearch.layers.convolution import convolution
+from tdasearch.layers.embedding import embedding
+from tdasearch.layers.experts import experts
 from tdasearch.layers.layer import Layer, Part, Watch
 from tdasearch.layers.linear import linear
+from tdasearch.layers.norm import norm
+from tdasearch.layers.recomputed import other
 
 KINDS: dict[str, Callable[[str, nn.Module], Layer | None]] = {
     "linear": linear,
+    "convolution": convolution,
+    "embedding": embedding,
+    "norm": norm,
+    "experts": experts,
+    "adapter": adapter,
+    "other": other,
 }
-"""How each kind is recognised; ``kind:norm`` in a pattern chooses by it."""
+"""How each kind is recognised, in this order."""
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:

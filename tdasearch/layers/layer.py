@@ -6,8 +6,9 @@ Legend: N examples, T positions, I inputs (one more where there is a bias), O ou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,24 @@ from torch import Tensor, nn
 
 from tdasearch.errors import CaptureError
 from tdasearch.gradients import ModuleGradient
+
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """While a layer runs its module again for itself: nobody watches these runs."""
+    token = _recomputing.set(True)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
+
+
+def is_watched() -> bool:
+    """Whether a module's run now is one that will be differentiated by the pass that is captured."""
+    return torch.is_grad_enabled() and not _recomputing.get()
+
 
 Watch = Callable[["Layer", tuple[Tensor, ...], Tensor], Tensor]
 """Called in the forward pass with a layer, the tensors to keep and the output; returns the output to go on with."""
@@ -73,12 +92,15 @@ class Layer(ABC):
             watch: To be called in each run that is differentiated.
 
         Returns:
-            What undoes it (``__exit__``).
+            Contexts: once entered, their exit undoes it.
         """
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            if not torch.is_grad_enabled():
+            if not is_watched():
                 return None
+            if not isinstance(output, Tensor):
+                what = f"expected one tensor out of a {type(module).__name__}, found a {type(output).__name__}"
+                raise CaptureError(f"module {self.name!r}: {what}; leave it out")
             return watch(self, self.keep(args, kwargs), output)
 
         return [self.module.register_forward_hook(hook, with_kwargs=True)]
@@ -130,7 +152,7 @@ class Layer(ABC):
             gradient_NOI: [N, O, I].
 
         Returns:
-            [N, *shape] for each parameter, by its name in the module.
+            [N, *shape] for each parameter, by its name in the module; of a slice of a parameter by ``name[index]``.
         """
 
 
@@ -150,6 +172,11 @@ def by_example(name: str, tensor: Tensor, num_examples: int) -> Tensor:
     """
     if tensor.dim() == 3 and tensor.shape[0] == num_examples:
         return tensor
+    if tensor.dim() >= 3 and tensor.shape[0] == 1:
+        raise CaptureError(
+            f"module {name!r}: expected a row of outputs for each of {num_examples} examples, found one that all share, as of "
+            "positions [1, T]: pass position_ids [N, T], run examples one by one, or leave it out"
+        )
     rows = tensor.numel() // max(tensor.shape[-1], 1)
     if rows % num_examples:
         raise CaptureError(
