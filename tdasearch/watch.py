@@ -257,11 +257,11 @@ class Pass:
             for part in layer.parts:
                 if self._chosen.owner[part.name][0] not in self._delivered:
                     weight = next(iter(layer.parameters().values()))
-                    empty = (
-                        weight.new_zeros(self.num_examples, 0, part.in_dim),
-                        weight.new_zeros(self.num_examples, 0, part.out_dim),
+                    a, g = (  # not weight.new_zeros: FSDP2's weights make sharded ones
+                        torch.zeros(self.num_examples, 0, dim, dtype=weight.dtype, device=weight.device)
+                        for dim in (part.in_dim, part.out_dim)
                     )
-                    self._summed[part.name] = [Outer(*empty)]
+                    self._summed[part.name] = [Outer(a, g)]
                     self._deliver(part.name)
         self._last_read = None
 
