@@ -18,9 +18,9 @@ from torch import Tensor
 from tdasearch.capture import Capture
 from tdasearch.encoder import Query
 from tdasearch.errors import UsageError
-from tdasearch.gradients import Dense, ModuleGradient, in_chunks
+from tdasearch.gradients import Dense, ModuleGradient, in_chunks, size_of
 from tdasearch.language_model import Bools, Ints, LanguageModel, token_batches
-from tdasearch.operations import inner_products, position_contributions, size_of
+from tdasearch.operations import inner_products, position_contributions
 from tdasearch.progress import Step
 from tdasearch.rotation import Rotation
 

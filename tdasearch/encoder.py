@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tdasearch.capture import Capture
+from tdasearch.cost_model import Route
 from tdasearch.curvature import ModuleFactors
 from tdasearch.gradients import ModuleGradient
 from tdasearch.rotation import Rotation
@@ -84,14 +85,26 @@ class Encoder:
         eigenbasis_share: Share of each eigenbasis kept, strongest first, in (0, 1].
         sketch_dim: D.
         seed: Of the sketch.
+        route: How gradients are rotated, as in ``Rotation``. By default the cost model chooses, for each module and batch, by
+            what this machine measured: a coordinate within a rounding error of 0 may then get another sign in its code elsewhere.
+            A forced route rules that part of the rounding out.
     """
 
-    def __init__(self, factors: Mapping[str, ModuleFactors], *, eigenbasis_share: float, sketch_dim: int, seed: int) -> None:
+    def __init__(
+        self,
+        factors: Mapping[str, ModuleFactors],
+        *,
+        eigenbasis_share: float,
+        sketch_dim: int,
+        seed: int,
+        route: Route | None = None,
+    ) -> None:
         self.factors = dict(factors)
         eigenvalues = next(iter(self.factors.values())).eigenvalues
         self.dtype = eigenvalues.dtype
         self.ranks = {name: ranks(part, eigenbasis_share) for name, part in self.factors.items()}
         self.sketch_dim = sketch_dim
+        self._route = route
         num_coordinates = {name: o * i for name, (o, i) in self.ranks.items()}
         self.sketch = Sketch(num_coordinates, sketch_dim=sketch_dim, seed=seed, device=eigenvalues.device)
         kept: dict[int, Tensor] = {}
@@ -107,7 +120,7 @@ class Encoder:
             self._signed_scale[name] = scale * self.sketch.signs(name).view(o, i).to(scale)
 
     def encode(self, capture: Capture, losses: Losses) -> Encoded:
-        """Encode a batch of documents: factors are rotated and truncated first, multiplied second.
+        """Encode a batch of documents.
 
         Args:
             capture: The entered capture of the encoder's modules.
@@ -117,7 +130,7 @@ class Encoder:
             Vectors, losses and self-influence.
         """
         sums: dict[str, Tensor] = {}
-        rotation = Rotation(self.dtype)
+        rotation = Rotation(self.dtype, route=self._route)
 
         def consume(name: str, gradient: ModuleGradient) -> None:
             rotated_Noi = rotation(gradient, *self._kept_eigenvectors[name]).dense()
@@ -141,7 +154,7 @@ class Encoder:
         sums: dict[str, Tensor] = {}
         preconditioned: dict[str, Tensor] = {}
         exact = []
-        rotation = Rotation(self.dtype)
+        rotation = Rotation(self.dtype, route=self._route)
 
         def consume(name: str, gradient: ModuleGradient) -> None:
             o, i = self.ranks[name]

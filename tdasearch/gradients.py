@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -263,3 +264,93 @@ def scaled(gradient: ModuleGradient, scale_N: Tensor) -> ModuleGradient:
         case Outer() | Lookup():
             g = gradient.output_gradients_NTO
             return replace(gradient, output_gradients_NTO=g * scale_N[:, None, None].to(g.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The form and sizes of a batch of gradients of one module, from which costs are counted.
+
+    Attributes:
+        form: Of the gradients.
+        num_examples: N.
+        num_positions: T; 0 where the gradients are dense.
+        num_groups: G.
+        out_dim: O of gradient_NOI, of all groups together.
+        in_dim: I of gradient_NOI.
+    """
+
+    form: Literal["outer", "grouped", "lookup", "dense"]
+    num_examples: int
+    num_positions: int
+    num_groups: int
+    out_dim: int
+    in_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all examples' matrices."""
+        return self.num_examples * self.out_dim * self.in_dim
+
+
+def size_of(gradient: ModuleGradient) -> Size:
+    """Return the form and sizes of a batch of gradients."""
+    match gradient:
+        case Dense():
+            num_examples, out_dim, in_dim = gradient.gradient_NOI.shape
+            return Size("dense", num_examples, 0, 1, out_dim, in_dim)
+        case Grouped():
+            num_examples, num_positions, num_groups, out_dim = gradient.output_gradients_NTGO.shape
+            in_dim = gradient.activations_NTGI.shape[3]
+            return Size("grouped", num_examples, num_positions, num_groups, num_groups * out_dim, in_dim)
+        case Lookup():
+            num_examples, num_positions, out_dim = gradient.output_gradients_NTO.shape
+            return Size("lookup", num_examples, num_positions, 1, out_dim, gradient.num_rows)
+        case Outer():
+            num_examples, num_positions, out_dim = gradient.output_gradients_NTO.shape
+            return Size("outer", num_examples, num_positions, 1, out_dim, gradient.activations_NTI.shape[2])
+
+
+def converted(gradient: ModuleGradient, dtype: torch.dtype) -> ModuleGradient:
+    """Bring the factors (or the matrices) to a type."""
+    match gradient:
+        case Dense():
+            return Dense(gradient.gradient_NOI.to(dtype))
+        case Outer():
+            return replace(
+                gradient,
+                activations_NTI=gradient.activations_NTI.to(dtype),
+                output_gradients_NTO=gradient.output_gradients_NTO.to(dtype),
+            )
+        case Lookup():
+            return replace(gradient, output_gradients_NTO=gradient.output_gradients_NTO.to(dtype))
+        case Grouped():
+            return replace(
+                gradient,
+                activations_NTGI=gradient.activations_NTGI.to(dtype),
+                output_gradients_NTGO=gradient.output_gradients_NTGO.to(dtype),
+            )
+
+
+def wide_dtype(gradient: ModuleGradient) -> torch.dtype:
+    """Return the widest type of the gradient's tensors, float32 at least."""
+    match gradient:
+        case Dense():
+            tensors = [gradient.gradient_NOI]
+        case Outer():
+            tensors = [gradient.activations_NTI, gradient.output_gradients_NTO]
+        case Lookup():
+            tensors = [gradient.output_gradients_NTO]
+        case Grouped():
+            tensors = [gradient.activations_NTGI, gradient.output_gradients_NTGO]
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+
+
+def device_of(gradient: ModuleGradient) -> torch.device:
+    """Return where the gradient is."""
+    match gradient:
+        case Dense():
+            return gradient.gradient_NOI.device
+        case Grouped():
+            return gradient.output_gradients_NTGO.device
+        case Outer() | Lookup():
+            return gradient.output_gradients_NTO.device

@@ -12,54 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tdasearch import route_work
+from tdasearch.cost_model import Route, cheaper
 from tdasearch.errors import UsageError
-from tdasearch.gradients import Dense, Grouped, Lookup, ModuleGradient, Outer, select
+from tdasearch.gradients import Dense, Grouped, Lookup, ModuleGradient, Outer, converted, device_of, select, size_of, wide_dtype
+from tdasearch.route_work import gram_groups
 
 CHUNK_BYTES = 1 << 28
 """Default bound on what is formed at once: the matrices of a chunk of examples, or the Gram matrices of a chunk of positions."""
-
-Route = Literal["factored", "dense"]
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The sizes of a batch of gradients of one module, from which costs are counted.
-
-    Attributes:
-        num_examples: N.
-        num_positions: T; 0 where the gradients are dense.
-        num_groups: G.
-        out_dim: O of gradient_NOI, of all groups together.
-        in_dim: I of gradient_NOI.
-    """
-
-    num_examples: int
-    num_positions: int
-    num_groups: int
-    out_dim: int
-    in_dim: int
-
-
-def size_of(gradient: ModuleGradient) -> Size:
-    """Return the sizes of a batch of gradients."""
-    match gradient:
-        case Dense():
-            num_examples, out_dim, in_dim = gradient.gradient_NOI.shape
-            return Size(num_examples, 0, 1, out_dim, in_dim)
-        case Grouped():
-            num_examples, num_positions, num_groups, out_dim = gradient.output_gradients_NTGO.shape
-            return Size(num_examples, num_positions, num_groups, num_groups * out_dim, gradient.activations_NTGI.shape[3])
-        case Outer() | Lookup():
-            in_dim = gradient.num_rows if isinstance(gradient, Lookup) else gradient.activations_NTI.shape[2]
-            num_examples, num_positions, out_dim = gradient.output_gradients_NTO.shape
-            return Size(num_examples, num_positions, 1, out_dim, in_dim)
 
 
 def inner_products(
@@ -70,7 +35,7 @@ def inner_products(
     Args:
         left: N examples, [O, I] each, in any form.
         right: M examples of the same shape, in any form.
-        route: "factored" or "dense"; None: the cheaper one.
+        route: "factored" or "dense"; None: the one that the cost model predicts to be faster.
         chunk_bytes: Bound on what is formed at once.
 
     Returns:
@@ -86,8 +51,9 @@ def inner_products(
             f"{[two.out_dim, two.in_dim]}; pair each module with itself"
         )
     dtype = torch.promote_types(wide_dtype(left), wide_dtype(right))
-    if route is None:
-        route = _cheaper(_products_count(left, right, "factored"), _products_count(left, right, "dense"))
+    route = route or cheaper(
+        route_work.inner_products, one, two, dtype.itemsize, chunk_bytes, device=device_of(left), dtype=dtype
+    )
     if route == "dense":
         return _dense_products(left, right, dtype, chunk_bytes)
     match left, right:
@@ -99,8 +65,8 @@ def inner_products(
             return _against_matrices(left, right, dtype, chunk_bytes)
         case Lookup(), Lookup():
             return _lookup_products(left, right, dtype, chunk_bytes)
-        case ((Outer() | Grouped()), (Outer() | Grouped())) if _num_groups(left, right):
-            return _gram_products(left, right, _num_groups(left, right), dtype, chunk_bytes)
+        case ((Outer() | Grouped()), (Outer() | Grouped())) if groups := gram_groups(one, two):
+            return _gram_products(left, right, groups, dtype, chunk_bytes)
         case _:  # of two kinds: one keeps its positions, the other is formed
             return _against_matrices(left, right, dtype, chunk_bytes)
 
@@ -110,15 +76,15 @@ def squared_norms(gradient: ModuleGradient, *, route: Route | None = None, chunk
 
     Args:
         gradient: N examples, in any form.
-        route: "factored" or "dense"; None: the cheaper one.
+        route: "factored" or "dense"; None: the one that the cost model predicts to be faster.
         chunk_bytes: Bound on what is formed at once.
 
     Returns:
         [N], in the gradient's type, float32 at least.
     """
     dtype = wide_dtype(gradient)
-    if route is None:
-        route = _cheaper(_norms_count(gradient, "factored"), _norms_count(gradient, "dense"))
+    size = size_of(gradient)
+    route = route or cheaper(route_work.squared_norms, size, dtype.itemsize, device=device_of(gradient), dtype=dtype)
     if route == "dense" or isinstance(gradient, Dense):
         parts = [part.flatten(1).square().sum(1) for part in formed(gradient, dtype, chunk_bytes)]
         return torch.cat(parts)
@@ -129,7 +95,7 @@ def squared_norms(gradient: ModuleGradient, *, route: Route | None = None, chunk
             gram_NTT = outputs_NTO[n, t].to(dtype) @ outputs_NTO[n].to(dtype).transpose(1, 2)
             norms_N[n] += gram_NTT.masked_fill_(indices_NT[n, t, None] != indices_NT[n, None, :], 0).sum((1, 2))
         return norms_N
-    activations_NGTI, outputs_NGTO = _by_group(gradient, size_of(gradient).num_groups)
+    activations_NGTI, outputs_NGTO = _by_group(gradient, size.num_groups)
     num_examples, num_groups, num_positions, _ = outputs_NGTO.shape
     norms_N = outputs_NGTO.new_zeros(num_examples, dtype=dtype)
     rows = _elements(chunk_bytes, dtype) // max(3 * num_groups * num_positions, 1)
@@ -226,44 +192,10 @@ def formed(gradient: ModuleGradient, dtype: torch.dtype, chunk_bytes: int = CHUN
         yield converted(select(gradient, slice(start, start + step)), dtype).dense()
 
 
-def converted(gradient: ModuleGradient, dtype: torch.dtype) -> ModuleGradient:
-    """Bring the factors (or the matrices) to a type."""
-    match gradient:
-        case Dense():
-            return Dense(gradient.gradient_NOI.to(dtype))
-        case Outer():
-            return replace(
-                gradient,
-                activations_NTI=gradient.activations_NTI.to(dtype),
-                output_gradients_NTO=gradient.output_gradients_NTO.to(dtype),
-            )
-        case Lookup():
-            return replace(gradient, output_gradients_NTO=gradient.output_gradients_NTO.to(dtype))
-        case Grouped():
-            return replace(
-                gradient,
-                activations_NTGI=gradient.activations_NTGI.to(dtype),
-                output_gradients_NTGO=gradient.output_gradients_NTGO.to(dtype),
-            )
-
-
-def wide_dtype(gradient: ModuleGradient) -> torch.dtype:
-    """Return the widest type of the gradient's tensors, float32 at least."""
-    match gradient:
-        case Dense():
-            tensors = [gradient.gradient_NOI]
-        case Outer():
-            tensors = [gradient.activations_NTI, gradient.output_gradients_NTO]
-        case Lookup():
-            tensors = [gradient.output_gradients_NTO]
-        case Grouped():
-            tensors = [gradient.activations_NTGI, gradient.output_gradients_NTGO]
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
-
-
 def _dense_products(left: ModuleGradient, right: ModuleGradient, dtype: torch.dtype, chunk_bytes: int) -> Tensor:
     # The side whose matrices are dearer to form is formed once; the other once for each of its chunks.
-    if _forming_count(left) < _forming_count(right):
+    forming = [route_work.forming(size_of(side), dtype.itemsize) for side in (left, right)]
+    if forming[0].multiply_adds < forming[1].multiply_adds:
         return _dense_products(right, left, dtype, chunk_bytes).T
     rows = []
     for left_NOI in formed(left, dtype, chunk_bytes // 2):
@@ -312,12 +244,6 @@ def _rows(block_NGTX: Tensor, dtype: torch.dtype) -> Tensor:
     return block_NGTX.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
-def _num_groups(left: ModuleGradient, right: ModuleGradient) -> int:
-    """How many groups both are made of (a map that is not grouped is made of any number); 0 if they cannot be matched."""
-    one, two = size_of(left).num_groups, size_of(right).num_groups
-    return max(one, two) if one == two or min(one, two) == 1 else 0
-
-
 def _by_group(gradient: Outer | Grouped, num_groups: int) -> tuple[Tensor, Tensor]:
     """Return activations [N, 1 or G, T, I] and output gradients [N, G, T, O], views."""
     if isinstance(gradient, Outer):
@@ -351,49 +277,3 @@ def _block_pairs(
     for left_block in _blocks(left, elements // max(right_rows, 1)):
         for right_block in _blocks(right, right_rows):
             yield left_block, right_block
-
-
-def _cheaper(factored: float, dense: float) -> Route:
-    return "factored" if factored <= dense else "dense"
-
-
-def _products_count(left: ModuleGradient, right: ModuleGradient, route: Route) -> float:
-    """Multiply-adds of the inner products."""
-    one, two = size_of(left), size_of(right)
-    matrix = one.out_dim * one.in_dim
-    pairs = one.num_examples * two.num_examples
-    if route == "dense":
-        return _forming_count(left) + _forming_count(right) + pairs * matrix
-    match left, right:
-        case Dense(), Dense():
-            return pairs * matrix
-        case Lookup(), Lookup():
-            return pairs * one.num_positions * two.num_positions * (one.out_dim + 1)
-        case ((Outer() | Grouped()), (Outer() | Grouped())) if _num_groups(left, right):
-            groups = _num_groups(left, right)
-            return pairs * one.num_positions * two.num_positions * (one.out_dim + groups * (one.in_dim + 1))
-        case (Dense(), kept) | (kept, _):
-            formed_one = two if kept is left else one
-            return _forming_count(right if kept is left else left) + formed_one.num_examples * _position_count(kept)
-
-
-def _position_count(gradient: ModuleGradient) -> float:
-    """Multiply-adds of the contributions of all positions for one matrix."""
-    size = size_of(gradient)
-    each = size.out_dim if isinstance(gradient, Lookup) else size.in_dim * (size.out_dim + size.num_groups)
-    return size.num_examples * size.num_positions * each
-
-
-def _forming_count(gradient: ModuleGradient) -> float:
-    """Multiply-adds of forming all examples' matrices."""
-    size = size_of(gradient)
-    each = size.out_dim if isinstance(gradient, Lookup) else size.out_dim * size.in_dim
-    return size.num_examples * size.num_positions * each
-
-
-def _norms_count(gradient: ModuleGradient, route: Route) -> float:
-    size = size_of(gradient)
-    if route == "dense" or isinstance(gradient, Dense):
-        return _forming_count(gradient) + size.num_examples * size.out_dim * size.in_dim
-    each = size.out_dim + 1 if isinstance(gradient, Lookup) else size.out_dim + size.num_groups * (size.in_dim + 1)
-    return size.num_examples * size.num_positions**2 * each

@@ -21,9 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tdasearch import route_work
+from tdasearch.cost_model import Route, cheaper
 from tdasearch.errors import UsageError
-from tdasearch.gradients import Dense, Grouped, Lookup, ModuleGradient, Outer
-from tdasearch.operations import CHUNK_BYTES, Route, converted, formed, output_rows, size_of, wide_dtype
+from tdasearch.gradients import Dense, Grouped, Lookup, ModuleGradient, Outer, converted, device_of, size_of, wide_dtype
+from tdasearch.operations import CHUNK_BYTES, formed, output_rows
 from tdasearch.rotation import Rotation, between
 from tdasearch.sketch import Sketch
 
@@ -53,7 +55,7 @@ class Projection(ABC):
 
         Args:
             gradient: N examples [O, I], in any form.
-            route: "factored" or "dense"; None: the cheaper one.
+            route: "factored" or "dense"; None: the one that the cost model predicts to be faster.
             chunk_bytes: Bound on what is formed at once.
 
         Returns:
@@ -126,16 +128,14 @@ class TwoSidedProjection(Projection):
         self._scale = 1 / math.sqrt(self.dim)
 
     def _cheaper(self, gradient: ModuleGradient) -> Route:
-        size, (o, i) = size_of(gradient), (self.left_Oo.shape[1], self.right_Ii.shape[1])
-        if not isinstance(gradient, Outer):
-            return "dense"  # rotation forms the others
-        factored = size.num_positions * (self.out_dim * o + self.in_dim * i + o * i)
-        dense = self.out_dim * self.in_dim * (size.num_positions + o) + o * self.in_dim * i
-        return "factored" if factored <= dense else "dense"
+        dtype = wide_dtype(gradient)
+        ranks = (self.left_Oo.shape[1], self.right_Ii.shape[1])
+        arguments = (size_of(gradient), *ranks, False, dtype.itemsize)
+        return cheaper(route_work.rotation, *arguments, device=device_of(gradient), dtype=dtype)
 
     def _factored(self, gradient: ModuleGradient, chunk_bytes: int) -> Tensor:
         dtype = wide_dtype(gradient)
-        rotated = Rotation(dtype)(converted(gradient, dtype), *self._sides(gradient_device(gradient), dtype))
+        rotated = Rotation(dtype, route="factored")(converted(gradient, dtype), *self._sides(device_of(gradient), dtype))
         projected_NK = torch.cat([part.flatten(1) for part in formed(rotated, dtype, chunk_bytes)])
         return projected_NK.mul_(self._scale)
 
@@ -191,15 +191,15 @@ class CoordinateMask(Projection):
         self._scale = math.sqrt(out_dim * in_dim / dim)
 
     def _cheaper(self, gradient: ModuleGradient) -> Route:
-        size = size_of(gradient)
-        # Gathered products are not matrix products: each costs about what eight multiply-adds of those do.
-        return "factored" if 8 * self.dim <= size.out_dim * size.in_dim else "dense"
+        dtype = wide_dtype(gradient)
+        arguments = (size_of(gradient), self.dim, dtype.itemsize)
+        return cheaper(route_work.mask, *arguments, device=device_of(gradient), dtype=dtype)
 
     def _factored(self, gradient: ModuleGradient, chunk_bytes: int) -> Tensor:
         size, dtype = size_of(gradient), wide_dtype(gradient)
         step = max(1, chunk_bytes // max(1, 3 * size.num_examples * size.num_positions * dtype.itemsize))
         parts = []
-        for coordinates_K in self.coordinates_K.to(gradient_device(gradient)).split(step):
+        for coordinates_K in self.coordinates_K.to(device_of(gradient)).split(step):
             rows_K, columns_K = coordinates_K // self.in_dim, coordinates_K % self.in_dim
             match gradient:
                 case Outer():
@@ -219,17 +219,6 @@ class CoordinateMask(Projection):
 
     def _dense(self, gradient_NOI: Tensor, chunk_bytes: int) -> Tensor:
         return gradient_NOI.flatten(1)[:, self.coordinates_K.to(gradient_NOI.device)] * self._scale
-
-
-def gradient_device(gradient: ModuleGradient) -> torch.device:
-    """Where the gradient is."""
-    match gradient:
-        case Dense():
-            return gradient.gradient_NOI.device
-        case Grouped():
-            return gradient.output_gradients_NTGO.device
-        case Outer() | Lookup():
-            return gradient.output_gradients_NTO.device
 
 
 def _raw(seed: int, stream: int, block: int, num: int) -> NDArray[np.uint64]:

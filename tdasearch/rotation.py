@@ -1,4 +1,4 @@
-"""Rotation: gradients into an eigenbasis (or the leading part of one), ``U_S^T G U_A``, without forming G where that is cheaper.
+"""Rotation: gradients into an eigenbasis (or the leading part of one), ``U_S^T G U_A``, by rotating G or what it is made of.
 
 Legend: N examples, T positions, I inputs, O outputs; o, i the ranks kept of O, I. A basis that is None is the identity.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tdasearch.gradients import Dense, ModuleGradient, Outer
+from tdasearch import route_work
+from tdasearch.cost_model import Route, cheaper
+from tdasearch.gradients import Dense, ModuleGradient, Outer, converted, device_of, size_of
+
+_CHUNK_BYTES = 1 << 28
+"""Bound on the matrices that are formed before they are rotated; a batch with more is rotated before it is multiplied."""
 
 
 def between(gradient_OI: Tensor, left_Oo: Tensor | None, right_Ii: Tensor | None) -> Tensor:
@@ -33,10 +38,14 @@ class Rotation:
 
     Args:
         dtype: Of the result: that of the bases.
+        route: "factored": rotate the factors, multiply later. "dense": multiply, then rotate the matrices; cheaper for modules
+            that are narrower than the examples are long. None: the one that the cost model predicts to be faster. The results
+            differ by rounding.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, route: Route | None = None) -> None:
         self.dtype = dtype
+        self.route = route
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, gradient: ModuleGradient, left_Oo: Tensor | None, right_Ii: Tensor | None) -> ModuleGradient:
@@ -48,10 +57,10 @@ class Rotation:
             right_Ii: Basis of the inputs.
 
         Returns:
-            ``left^T G right`` [N, o, i], factored if the gradient was.
+            ``left^T G right`` [N, o, i]; by the factored route in factors.
         """
-        if not isinstance(gradient, Outer):
-            return Dense(between(gradient.dense().to(self.dtype), left_Oo, right_Ii))
+        if not isinstance(gradient, Outer) or self._chosen(gradient, left_Oo, right_Ii) == "dense":
+            return Dense(between(converted(gradient, self.dtype).dense(), left_Oo, right_Ii))
         gradients = gradient.output_gradients_NTO.to(self.dtype)
         activations = gradient.activations_NTI
         return Outer(
@@ -60,7 +69,20 @@ class Rotation:
             gradient.is_position_NT,
         )
 
+    def _chosen(self, gradient: Outer, left_Oo: Tensor | None, right_Ii: Tensor | None) -> Route:
+        if self.route is not None:
+            return self.route
+        size = size_of(gradient)
+        if size.num_elements * self.dtype.itemsize > _CHUNK_BYTES:
+            return "factored"
+        ranks = (basis if basis is None else basis.shape[1] for basis in (left_Oo, right_Ii))
+        arguments = (size, *ranks, self._is_rotated(gradient.activations_NTI, right_Ii), self.dtype.itemsize)
+        return cheaper(route_work.rotation, *arguments, device=device_of(gradient), dtype=self.dtype)
+
+    def _is_rotated(self, activations_NTI: Tensor, right_Ii: Tensor | None) -> bool:
+        return self._last is not None and self._last[0] is activations_NTI and self._last[1] is right_Ii
+
     def _rotated(self, activations_NTI: Tensor, right_Ii: Tensor) -> Tensor:
-        if self._last is None or self._last[0] is not activations_NTI or self._last[1] is not right_Ii:
+        if self._last is None or not self._is_rotated(activations_NTI, right_Ii):
             self._last = (activations_NTI, right_Ii, activations_NTI.to(self.dtype) @ right_Ii)
         return self._last[2]

@@ -1,10 +1,13 @@
-"""What holds for every test: nothing is fetched, and tests marked gpu skip without one."""
+"""What holds for every test: nothing is fetched, the user's caches are left alone, and tests marked gpu skip without one."""
 
 import os
+import tempfile
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+_cache = tempfile.TemporaryDirectory(prefix="tdasearch-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
 def pytest_collection_modifyitems(items):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdasearch.errors import UsageError
-from tdasearch.gradients import Dense, Grouped, Outer
-from tdasearch.operations import converted, inner_products, output_rows, position_contributions, squared_norms
+from tdasearch.gradients import Dense, Grouped, Outer, converted
+from tdasearch.operations import inner_products, output_rows, position_contributions, squared_norms
 from tests.factors import FORMS, random_gradient
 
 ROUTES = ("factored", "dense", None)
