@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tdasearch.capture import Capture
 from tdasearch.indexer import ledger
 from tdasearch.indexer.encode import encode_shard
 from tdasearch.indexer.fit import fit_or_load
 from tdasearch.indexer.job import Job
+from tdasearch.indexer.memory import within_memory
+from tdasearch.indexer.overlap import Behind, ahead
 from tdasearch.indexer.plan import BuildOptions, choose_plan, cut_of, cut_of_plan
 from tdasearch.indexer.staging import Staged
 from tdasearch.modules import choose_modules
@@ -32,14 +36,17 @@ def add(job: Job) -> None:
 
 
 def write(job: Job, manifest: Manifest, staged: Staged) -> None:
-    """Encode what is staged and not yet in the table, a commit a shard."""
+    """Encode what is staged and not yet in the table, a commit a shard; shards are read ahead and written behind."""
+    job = within_memory(job, manifest.plan)
     table = ledger.open_table(job.path, manifest, staged)
     manifest, encoder = fit_or_load(job, manifest, staged)
     with (
         progress("encode", total=staged.num_tokens, unit="tok", quiet=job.quiet) as step,
         Capture(job.language_model.model, manifest.plan.modules) as capture,
+        Behind() as writer,
     ):
-        for windows in ledger.missing_shards(manifest, table, staged, step):
+        for windows in ahead(ledger.missing_shards(manifest, table, staged, step)):
             rows, skipped = encode_shard(windows, job, capture, encoder, code=manifest.plan.code, step=step)
-            ledger.write_shard(job.path, table, rows, skipped, shard=windows["shard"][0].as_py())
+            shard = windows["shard"][0].as_py()
+            writer.submit(partial(ledger.write_shard, job.path, table, rows, skipped, shard=shard))
     ledger.complete(job.path, manifest, staged, table)

@@ -11,7 +11,7 @@ from tdasearch import codes
 from tdasearch.capture import Capture
 from tdasearch.encoder import Encoder
 from tdasearch.indexer.job import Job
-from tdasearch.language_model import token_batches
+from tdasearch.language_model import halved_if_too_big, token_batches
 from tdasearch.progress import Step
 from tdasearch.records import SkippedRow
 
@@ -38,13 +38,17 @@ def encode_shard(
     vectors_ND = np.zeros((len(token_ids), encoder.sketch_dim), dtype=np.float32)
     losses_N = np.zeros(len(token_ids))
     self_influence_N = np.zeros(len(token_ids))
-    for rows in token_batches([len(ids) for ids in token_ids], batch_tokens=job.batch_tokens):
+
+    def run(rows: list[int]) -> None:
         batch = language_model.batch([token_ids[row] for row in rows], [is_target[row] for row in rows])
         encoded = encoder.encode(capture, partial(language_model.losses, batch))
         vectors_ND[rows] = encoded.vectors_ND.cpu().numpy()
         losses_N[rows] = encoded.losses_N.cpu().numpy()
         self_influence_N[rows] = encoded.self_influence_N.cpu().numpy()
         step(sum(len(token_ids[row]) for row in rows))
+
+    for rows in token_batches([len(ids) for ids in token_ids], batch_tokens=job.batch_tokens):
+        halved_if_too_big(rows, run)
 
     finite_N = np.isfinite(vectors_ND).all(axis=1) & np.isfinite(losses_N) & np.isfinite(self_influence_N)
     usable_N = finite_N & vectors_ND.any(axis=1)

@@ -22,6 +22,7 @@ class Job:
         batch_tokens: Tokens run at once.
         strict: Stop at the first bad row instead of reporting it.
         quiet: Show no progress.
+        memory: Bytes that the process may use: fewer tokens are run at once if need be; None: no bound but ``batch_tokens``.
     """
 
     corpus: Corpus
@@ -31,6 +32,7 @@ class Job:
     batch_tokens: int
     strict: bool
     quiet: bool
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_tokens < 1:

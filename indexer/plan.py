@@ -16,6 +16,7 @@ from tdasearch.layers import Part
 from tdasearch.modules import Coverage
 from tdasearch.store.manifest import FISHERS, Plan
 
+_MEMORY_UNITS = {"GB": 1 << 30, "GIB": 1 << 30, "TB": 1 << 40}
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "KIB": 1 << 10, "MB": 1 << 20, "MIB": 1 << 20}
 _MAX_BUDGET = 2**31
 _MIN_FIT_DOCUMENTS, _MAX_FIT_DOCUMENTS = 1_000, 20_000
@@ -78,6 +79,25 @@ def budget_bytes(budget: str | int) -> int:
     found = int(float(match[1]) * _UNITS[match[2].upper()])
     _within("budget", budget, found < _MAX_BUDGET, "less than 2 GB a document")
     return found
+
+
+def memory_bytes(memory: str | int) -> int:
+    """Read an amount of memory such as "8GB" (8 * 1,024^3 bytes) or a number of bytes.
+
+    Args:
+        memory: The amount.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        UsageError: It is no such amount.
+    """
+    units = _UNITS | _MEMORY_UNITS
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(memory))
+    if match is None or match[2].upper() not in units:
+        raise UsageError(f"memory: expected an amount such as 8GB or 512MB, found {memory!r}")
+    return int(float(match[1]) * units[match[2].upper()])
 
 
 def cut_of(options: BuildOptions, *, max_tokens: int) -> Cut:

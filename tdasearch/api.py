@@ -37,6 +37,7 @@ def build_index(
     seed: int = 0,
     shard_documents: int = 256,
     batch_tokens: int = 2048,
+    memory: str | int | None = None,
     device: str = "auto",
     dtype: str = "float32",
     strict: bool = False,
@@ -66,7 +67,8 @@ def build_index(
         damping_scale: A module's damping as a multiple of its mean eigenvalue.
         seed: Of the fit's sample, the sampled targets and the sketch.
         shard_documents: Documents written in one commit.
-        batch_tokens: Tokens run at once.
+        batch_tokens: Tokens run at once, at most.
+        memory: What the process may use, such as "8GB": fewer tokens are run at once if need be.
         device: "auto", "cpu", "cuda", ...
         dtype: Type of the weights when the model is loaded here.
         strict: Stop at the first bad row instead of reporting it.
@@ -84,7 +86,7 @@ def build_index(
     from tdasearch.indexer.build import build
     from tdasearch.indexer.job import Job
     from tdasearch.indexer.ledger import check_free
-    from tdasearch.indexer.plan import BuildOptions
+    from tdasearch.indexer.plan import BuildOptions, memory_bytes
     from tdasearch.indexer.readers import Fields, read_corpus
     from tdasearch.language_model import load_language_model
 
@@ -109,7 +111,16 @@ def build_index(
     check_free(Path(path))
     read_corpus(corpus, fields=fields)  # reads nothing yet, but says at once if there is nothing to read
     language_model = load_language_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
-    job = Job(corpus, language_model, Path(path), fields, batch_tokens=batch_tokens, strict=strict, quiet=quiet)
+    job = Job(
+        corpus,
+        language_model,
+        Path(path),
+        fields,
+        batch_tokens=batch_tokens,
+        strict=strict,
+        quiet=quiet,
+        memory=None if memory is None else memory_bytes(memory),
+    )
     build(job, options)
     return Index(Path(path), language_model=language_model)
 

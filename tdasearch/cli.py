@@ -148,7 +148,8 @@ def _number_or_all(_: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--damping-scale", default=0.1, show_default=True, help="Damping, in mean eigenvalues of the module.")
 @click.option("--seed", default=0, show_default=True, help="Of the sample, the sampled targets and the sketch.")
 @click.option("--shard-documents", default=256, show_default=True, help="Documents written in one commit.")
-@click.option("--batch-tokens", default=2048, show_default=True, help="Tokens run at once.")
+@click.option("--batch-tokens", default=2048, show_default=True, help="Tokens run at once, at most.")
+@click.option("--memory", help="What the process may use, such as 8GB: fewer tokens at once if need be. [default: no bound]")
 @click.option("--dtype", default="float32", show_default=True, help="Type of the weights.")
 @_device_option
 @_corpus_options

@@ -7,7 +7,7 @@ Legend: N examples, T positions, K target tokens of a batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,6 +194,27 @@ def token_batches(num_tokens: Sequence[int], *, batch_tokens: int) -> Iterator[l
         batch.append(row)
     if batch:
         yield batch
+
+
+def halved_if_too_big(rows: list[int], run: Callable[[list[int]], None]) -> None:
+    """Run a batch; where the accelerator's memory does not hold it, run its halves.
+
+    Args:
+        rows: The batch.
+        run: Runs some rows; has no effect if it fails.
+
+    Raises:
+        torch.OutOfMemoryError: One window alone does not fit.
+    """
+    try:
+        run(rows)
+        return
+    except torch.OutOfMemoryError:
+        if len(rows) == 1:
+            raise
+    torch.cuda.empty_cache()  # outside the except block: the error's traceback held the batch
+    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        halved_if_too_big(half, run)
 
 
 def load_language_model(
