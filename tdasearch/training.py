@@ -104,9 +104,9 @@ class TrainingCapture:
         self._started: list[_TrainingPass] = []  # their backward pass runs
 
     @property
-    def names(self) -> list[str]:
-        """Names of the watched modules."""
-        return list(self._chosen.layers)
+    def layers(self) -> list[Layer]:
+        """The watched layers; their ``parameter_gradients`` bring gradients into the shape of the parameters."""
+        return list(self._chosen.layers.values())
 
     def __enter__(self) -> TrainingCapture:
         _refuse_compiled_around(self.model)
@@ -290,7 +290,8 @@ def capture_training(
             in each example's gradient.
 
     Returns:
-        The context.
+        The context. Where experts are watched they run one after another, so that weights equal those of the loop alone only up
+        to rounding.
 
     Raises:
         UsageError: Nothing was chosen, or an argument is of no known kind.

@@ -23,6 +23,8 @@ RUNS = (
     ("ddp", "gpt2", None, "wrapper"),
     ("ddp", "llama", "not reentrant", "model"),
     ("ddp", "llama", "not reentrant", None),
+    ("ddp", "llama", None, "every kind"),
+    ("fsdp2", "llama", None, "every kind"),
     ("fsdp2", "gpt2", None, "model"),
     ("fsdp2", "llama", "not reentrant", "model"),
     ("fsdp2", "llama", "not reentrant", None),
@@ -95,7 +97,8 @@ def train(rank, how, kind, checkpointing, given):
             optimizer.zero_grad()
 
     if given is not None:
-        with capture_training(called if given == "wrapper" else model, found.append):
+        more = {"modules": ["*"], "kinds": ("linear", "embedding", "norm")} if given == "every kind" else {}
+        with capture_training(called if given == "wrapper" else model, found.append, **more):
             loop()
     else:
         loop()

@@ -92,7 +92,7 @@ def test_every_micro_batch_has_the_gradients_of_its_documents(tmp_path, maker, o
     assert steps == sorted(steps)
     assert set(steps) == set(range(made.args.max_steps))
     assert max(steps.count(step) for step in set(steps)) == (1 if "packing" in options else made.args.gradient_accumulation_steps)
-    assert len(callback.capture.names) == 4
+    assert len(callback.capture.layers) == 4
     texts = {tuple(row["input_ids"]) for row in corpus(tokenizer)}
     for batch in found:
         documents = documents_of(batch)

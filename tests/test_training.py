@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from functools import partial
 
 import pytest
@@ -19,8 +20,10 @@ from tdasearch.loss_scale import scale_of_logits
 from tdasearch.modules import choose_modules
 from tdasearch.segments import find_segments, segments_of
 from tests import models, reference
+from tests.families import FAMILIES, family
 
 IGNORED = -100
+EVERY_KIND = ("linear", "convolution", "embedding", "norm", "experts")
 
 
 def batch_of(tokenizer, start=0, num=4):
@@ -344,6 +347,31 @@ def test_the_two_signs_and_examples_without_a_target():
         (gradient,) = torch.autograd.grad(loss, logits)
         scale_N = scale_of_logits(logits.detach(), gradient, example_R, 3)
         torch.testing.assert_close(scale_N, torch.tensor([factor, 1.0, factor], dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_layer_in_every_family(name):
+    case = family(name)
+    model, rows = case.model.double().eval().requires_grad_(True), [0, 1, 2]
+    names = choose_modules(model, patterns=["*"], kinds=EVERY_KIND).names
+    names = [one for one in names if not any(fnmatch(one, pattern) for pattern in case.left_out)]
+    found = []
+    with capture_training(model, found.append, modules=names, kinds=EVERY_KIND) as capture, reference.FullPrecision():
+        case.losses(model, rows).mean().backward()
+        weights = {key: parameter.grad.clone() for key, parameter in model.named_parameters(remove_duplicate=False)}
+    torch.testing.assert_close(found[0].scale_N, torch.full((3,), 1 / 3, dtype=torch.float64))
+    total = {}
+    for layer in capture.layers:
+        for part in layer.parts:
+            if part.name in found[0].gradients:  # of tied weights: one
+                gradient = found[0].gradients[part.name].dense()
+                for key, value in layer.parameter_gradients(part.name, gradient).items():
+                    total[f"{layer.name}.{key}"] = value.mean(0)
+    assert total
+    for key, value in total.items():
+        whole, _, index = key.partition("[")
+        expected = weights[whole] if not index else weights[whole][int(index.rstrip("]"))]
+        torch.testing.assert_close(value.view_as(expected), expected, rtol=1e-8, atol=1e-10, msg=key)
 
 
 def test_gradients_are_transformed_as_they_come():

@@ -19,7 +19,7 @@ def of_ranks(tmp_path_factory):
     return load
 
 
-@pytest.mark.parametrize("run", [run for run in distributed.RUNS if run[3] is not None])
+@pytest.mark.parametrize("run", [run for run in distributed.RUNS if run[3] in ("model", "wrapper")])
 def test_the_ranks_together_capture_what_one_process_does(of_ranks, run):
     ranks, kind = of_ranks(*run), run[1]
     model, tokenizer = without_dropout(kind, torch.float32 if kind == "llama" else torch.float64)
@@ -53,6 +53,14 @@ def single_process_step(model, tokenizer):
             (loss / num_targets / 2).backward()
     optimizer.step()
     return model
+
+
+def test_tables_and_norms_of_sharded_weights(of_ranks):
+    for (whole, _), (sharded, _) in zip(*(of_ranks(how, "llama", None, "every kind") for how in ("ddp", "fsdp2")), strict=True):
+        for (_, _, expected), (_, _, found) in zip(whole, sharded, strict=True):
+            assert {"model.norm", "model.embed_tokens", "lm_head"} < set(found) == set(expected)
+            for name, value in found.items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])

@@ -32,13 +32,23 @@ class ExpertMap(Layer):
     def __init__(self, name: str, module: Any, parameter: str) -> None:
         super().__init__(name, module)
         self.parameter = parameter
-        self.weight: nn.Parameter = getattr(module, parameter)
-        self.bias: nn.Parameter | None = getattr(module, f"{parameter}_bias") if module.has_bias else None
         self.transposed: bool = module.is_transposed
         num_experts, out_dim, in_dim = self.weight.shape
         if self.transposed:
             out_dim, in_dim = in_dim, out_dim
         self.parts = tuple(Part(f"{name}.{e}", out_dim, in_dim + (self.bias is not None)) for e in range(num_experts))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Of all experts; asked for anew each time, as FSDP2 swaps it."""
+        found: nn.Parameter = getattr(self.module, self.parameter)
+        return found
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """Of all experts."""
+        found: nn.Parameter | None = getattr(self.module, f"{self.parameter}_bias") if self.module.has_bias else None
+        return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The weights of all experts, and their biases."""

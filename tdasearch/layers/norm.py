@@ -28,9 +28,9 @@ class Norm(Layer):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
-        self._parameters = self.parameters()
-        self._shape = self._parameters["weight"].shape
-        self.has_bias = "bias" in self._parameters
+        parameters = self.parameters()
+        self._shape = parameters["weight"].shape
+        self.has_bias = "bias" in parameters
         self._rerun = Rerun(name, module)
         self._checked = False
         self.parts = (Part(name, self._shape.numel(), 1 + self.has_bias, factored=False),)
@@ -44,7 +44,7 @@ class Norm(Layer):
             )
         tensors = self._rerun.keep(args, kwargs)
         with torch.no_grad():
-            zeros = {key: torch.zeros_like(parameter) for key, parameter in self._parameters.items()}
+            zeros = {key: torch.zeros_like(parameter) for key, parameter in self.parameters().items()}  # FSDP2 swaps them
             at_zero = self._rerun(zeros, tensors)
             normalised = self._rerun({**zeros, "weight": torch.ones_like(zeros["weight"])}, tensors) - at_zero
             if not self._checked:
@@ -85,7 +85,7 @@ class Norm(Layer):
 
     def _check(self, tensors: tuple[Tensor, ...], at_zero: Tensor, normalised: Tensor) -> None:
         """Raise unless the module's output is what the gradients take it to be."""
-        own = {key: parameter.detach() for key, parameter in self._parameters.items()}
+        own = {key: parameter.detach() for key, parameter in self.parameters().items()}
         found = self._channels_last(self._rerun(own, tensors))
         if found.shape[-1] == self._shape.numel():
             scaled = self._channels_last(normalised) * own["weight"].flatten()

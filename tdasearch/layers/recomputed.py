@@ -127,7 +127,8 @@ class Recomputed(Layer):
         found: dict[str, list[Tensor]] = {part: [] for part in self._shapes}
         for n in range(num_examples):
             one = tuple(_rows(tensor, n, num_examples, output_gradient.shape[0]) for tensor in kept)
-            leaves = {key: parameter.detach().requires_grad_() for key, parameter in self._parameters.items()}
+            current = {key: self.module.get_parameter(key) for key in self._parameters}  # FSDP2 swaps them
+            leaves = {key: parameter.detach().requires_grad_() for key, parameter in current.items()}
             with torch.enable_grad():
                 output = self._rerun({key: leaf for key, leaf in leaves.items()}, one)
                 gradient = _rows(output_gradient, n, num_examples, output_gradient.shape[0])
