@@ -6,10 +6,11 @@
 
 A plain pass is `model(input_ids=ids, labels=ids).loss.backward()` and `zero_grad()`, gradients of all weights included. Each
 figure is a ratio of CPU seconds to it, in the same process, over the same documents of 256 tokens, in batches of 8, one thread:
-the median of the repeats, which alternate with plain passes, and their range. The build runs once, over 20 times as many
-documents as its fit, between plain passes over a third of its corpus each. PYTHON is the interpreter of an environment that has
-the peers; `peers/` says what each needs. "Recall" is the share of uncompressed EK-FAC's top 10 that is among the first 2
-percent of the codes' ranking, over queries from documents that are not in the corpus, of a model trained for a few steps.
+the median of the repeats, which alternate with plain passes, and their range. A build runs once, over 20 times as many
+documents as its fit, between plain passes over a third of its corpus each; what it writes meanwhile is in its encoding. PYTHON
+is the interpreter of an environment that has the peers; `peers/` says what each needs. "Recall" is the share of uncompressed
+EK-FAC's top 10 that is among the first 2 percent of the codes' ranking, over queries from documents that are not in the corpus,
+of a model trained for a few steps.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tdasearch.indexer import build as build_module
 from tdasearch.indexer.encode import encode_shard
 from tdasearch.indexer.job import Job
 from tdasearch.indexer.readers import Fields
+from tdasearch.progress import note
 from tdasearch.records import Content
 
 CORPUS_OVER_FIT = 20
@@ -113,12 +115,17 @@ def main() -> None:
     found: dict[str, list[Row]] = {}
     for model in arguments.model:
         found[model] = measure_ours(model, corpus, arguments)
-        if arguments.peers:
-            found[model] += [row for peer in PEERS for row in measure_peer(peer, model, arguments)]
-        if arguments.json:
-            everything = {name: [asdict(row) for row in rows] for name, rows in found.items()}
-            arguments.json.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+        _write(found, arguments.json)
+        for peer in PEERS if arguments.peers else ():
+            found[model] += measure_peer(peer, model, arguments)
+            _write(found, arguments.json)
     show(found, markdown=arguments.markdown)
+
+
+def _write(found: dict[str, list[Row]], path: Path | None) -> None:
+    if path is not None:
+        everything = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+        path.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
 
 
 def measure_ours(name: str, corpus: workload.Corpus, arguments: argparse.Namespace) -> list[Row]:
@@ -133,9 +140,12 @@ def measure_ours(name: str, corpus: workload.Corpus, arguments: argparse.Namespa
         for text in corpus.texts[num_documents : num_documents + NUM_QUERIES]
     ]
     with tempfile.TemporaryDirectory() as folder:
+        note(f"{name}: the builds")
         indexes, rows = _builds(model, tokenizer, documents, corpus.ids_NT[:num_documents], arguments, Path(folder))
-        recalls = _recalls(indexes, queries, num_documents)
+        note(f"{name}: the passes")
         passes = _passes(model, corpus.ids_NT[: arguments.documents], indexes, arguments.repeats)
+        note(f"{name}: what the codes find")
+        recalls = _recalls(indexes, queries, num_documents)
     for row in passes + rows:
         row.recall = recalls.get(row.name.partition(", ")[2], {}) if row.name.startswith("encode") else {}
     return passes + rows
@@ -293,6 +303,7 @@ def measure_peer(peer: str, model: str, arguments: argparse.Namespace) -> list[R
     command = [arguments.peers, "-m", f"peers.{peer}", "--model", model]
     command += ["--documents", str(arguments.documents), "--repeats", str(arguments.repeats)]
     folder = Path(__file__).resolve().parent
+    note(f"{model}: {peer}")
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
