@@ -10,7 +10,7 @@ from tdasearch.codes import CODES, sketch_dim_for
 from tdasearch.curvature import rotated_sides
 from tdasearch.encoder import rank
 from tdasearch.errors import UsageError
-from tdasearch.indexer.fit import METHODS
+from tdasearch.fitting import METHODS
 from tdasearch.indexer.job import Cut
 from tdasearch.layers import Part
 from tdasearch.modules import Coverage

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tdasearch.api import build_index, open_index
     from tdasearch.errors import CaptureError, CorpusError, ModelError, StoreError, TdasearchError, UsageError
+    from tdasearch.exact import influence
     from tdasearch.index import Index
     from tdasearch.indexer.readers import Fields
     from tdasearch.records import Content, Hit, Hits
+    from tdasearch.task import Task
     from tdasearch.trainer import CaptureCallback
     from tdasearch.training import TrainingBatch, TrainingCapture, capture_training
 
@@ -20,6 +22,8 @@ _HOMES = {
     "Content": "tdasearch.records",
     "Hit": "tdasearch.records",
     "Hits": "tdasearch.records",
+    "influence": "tdasearch.exact",
+    "Task": "tdasearch.task",
     "CaptureCallback": "tdasearch.trainer",
     "TrainingBatch": "tdasearch.training",
     "TrainingCapture": "tdasearch.training",
@@ -43,12 +47,14 @@ __all__ = [
     "Index",
     "ModelError",
     "StoreError",
+    "Task",
     "TdasearchError",
     "TrainingBatch",
     "TrainingCapture",
     "UsageError",
     "build_index",
     "capture_training",
+    "influence",
     "open_index",
 ]
 

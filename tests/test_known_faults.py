@@ -284,7 +284,7 @@ def test_a_vocabulary_is_never_decomposed(monkeypatch):
     model, tokenizer = models.tiny("llama")
     language_model = LanguageModel(model, tokenizer)
     monkeypatch.setattr("tdasearch.curvature.MAX_EIGENBASIS_DIM", 100)  # the tiny vocabulary has 300
-    monkeypatch.setattr("tdasearch.indexer.fit.MAX_EIGENBASIS_DIM", 100)
+    monkeypatch.setattr("tdasearch.fitting.MAX_EIGENBASIS_DIM", 100)
     sample = [tokenizer(text).input_ids for text in models.sentences(6)]
     windows = pa.table({"token_ids": sample, "is_target": [[False] + [True] * (len(ids) - 1) for ids in sample]})
     products = _Products()
