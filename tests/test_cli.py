@@ -108,7 +108,7 @@ def test_build_add_search_info_in_a_shell(model: Path, tmp_path: Path) -> None:
 
     def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tdasearch", *map(str, arguments)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         return done
 
