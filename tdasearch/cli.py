@@ -119,6 +119,11 @@ def _number_or_all(_: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(f"expected a number or 'all', found {value!r}", param=parameter) from None
 
 
+def _must_be_set(_: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if not value:
+        raise click.UsageError(f"expected what to explain, found nothing; say {parameter.opts[-1]}")
+
+
 @main.command(short_help="Build an index over a corpus.")
 @click.argument("corpus")
 @click.option("--model", required=True, help="Hub id or folder of the causal language model.")
@@ -264,6 +269,34 @@ def info(path: str, as_json: bool) -> None:
     from tdasearch.tables import print_info
 
     print_info(described)
+
+
+@main.command(short_help="Explain what an index costs.")
+@click.argument("path")
+@click.option(
+    "--costs",
+    is_flag=True,
+    expose_value=False,
+    callback=_must_be_set,
+    help="How gradients of each module are computed on this machine, and predicted times.",
+)
+@click.option("--batch-tokens", default=2048, show_default=True, type=click.IntRange(min=1), help="Tokens run at once.")
+@_device_option
+@_json_option
+def explain(path: str, batch_tokens: int, device: str, as_json: bool) -> None:
+    """Explain how the gradients of the index PATH are computed here: the routes that the cost model chooses.
+
+    Factored: what the gradient is made of is rotated or paired first; dense: the gradient is formed first.
+    """
+    from tdasearch.api import open_index
+
+    rows = open_index(path, device=device).explain_costs(batch_tokens=batch_tokens)
+    if as_json or not sys.stdout.isatty():
+        _print_json(rows)
+        return
+    from tdasearch.tables import print_costs
+
+    print_costs(rows)
 
 
 @main.command(short_help="Show it on a real corpus and model, in minutes.")

@@ -227,5 +227,21 @@ class Index:
         unwritten = self.manifest.state == "building" and not documents_path(self.path).exists()
         return describe(self.path, self.manifest, None if unwritten else self.table.latest())
 
+    def explain_costs(self, *, batch_tokens: int = 2048) -> list[dict[str, Any]]:
+        """Say what the cost model chooses on this machine, for each module, and what it predicts of each route.
+
+        Args:
+            batch_tokens: Tokens run at once, in whole windows.
+
+        Returns:
+            A row for each module and step ("fit", "encode", "rescore"), as ``tdasearch explain --costs`` prints them; the model
+            is not loaded.
+        """
+        from tdasearch.language_model import find_device
+        from tdasearch.store.costs import explain_costs
+
+        device = self._given.device if self._given else find_device(self._device)
+        return explain_costs(self.path, self.manifest, device=device, batch_tokens=batch_tokens)
+
     def __repr__(self) -> str:
         return f"Index({str(self.path)!r})"

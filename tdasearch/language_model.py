@@ -243,7 +243,7 @@ def load_language_model(
         return LanguageModel(model, _load_tokenizer(tokenizer))
     if dtype not in DTYPES:
         raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    chosen, source = _device(device), str(model)
+    chosen, source = find_device(device), str(model)
     local = must_stay_local(source)
     from transformers import AutoModelForCausalLM
 
@@ -260,7 +260,18 @@ def load_language_model(
     return LanguageModel(loaded.eval().to(chosen), loaded_tokenizer, source=_absolute(source))
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """Return a device by its name.
+
+    Args:
+        device: "auto" (a GPU if there is one), "cpu", "cuda", ...
+
+    Returns:
+        The device, which was seen to work.
+
+    Raises:
+        UsageError: There is no such device here.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -10,6 +10,8 @@ import math
 from tdasearch.cost_model import Route, Work, moved, product
 from tdasearch.gradients import Size
 
+_CACHE_LINE_BYTES = 64
+
 
 def forming(size: Size, item_bytes: int) -> Work:
     """Count the forming of all examples' matrices.
@@ -151,5 +153,6 @@ def mask(size: Size, num_coordinates: int, item_bytes: int, route: Route) -> Wor
     """
     if route == "dense" or size.form == "dense":
         return forming(size, item_bytes) + moved(2 * item_bytes * size.num_examples * num_coordinates)
-    # Gathered twice, multiplied, summed.
-    return moved(8 * item_bytes * size.num_examples * size.num_positions * num_coordinates, calls=4)
+    # Two numbers gathered, each a cache line of its own; brought to the type, multiplied and summed.
+    num_products = size.num_examples * size.num_positions * num_coordinates
+    return moved((2 * _CACHE_LINE_BYTES + 8 * item_bytes) * num_products, calls=4)

@@ -67,6 +67,38 @@ def print_info(described: Mapping[str, Any]) -> None:
     Console().print(table)
 
 
+def print_costs(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the choices of the cost model; modules of one shape, for which they are the same, as one line.
+
+    Args:
+        rows: As ``Index.explain_costs`` returns them.
+    """
+    console = Console()
+    if not rows:
+        console.print("No module has an eigenbasis: there is nothing to choose.")
+        return
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault(tuple(value for key, value in row.items() if key != "module"), []).append(row)
+    first = rows[0]
+    batch = f"{first['num_examples']} x {first['num_positions']} tokens"
+    table = Table(
+        title=f"Predicted for batches of {batch} on {first['device']}",
+        caption="factored: rotate (or pair) the factors, then multiply; dense: multiply, then rotate; * is chosen",
+    )
+    for column in ("modules", "step", "weight", "kept", "factored", "dense"):
+        table.add_column(column, justify="right" if column in ("factored", "dense") else "left", overflow="fold")
+    for same in sorted(alike.values(), key=lambda same: (same[0]["step"], -same[0]["dense_seconds"])):
+        row = same[0]
+        name = row["module"] if len(same) == 1 else f"{row['module']} and {len(same) - 1} alike"
+        seconds = (
+            f"{row[f'{route}_seconds'] * 1e3:.3g} ms{' *' if row['route'] == route else '  '}" for route in ("factored", "dense")
+        )
+        sides = (f"{row['out_dim']} x {row['in_dim']}", f"{row['out_rank']} x {row['in_rank']}")
+        table.add_row(*(Text(cell) for cell in (name, row["step"], *sides, *seconds)))
+    console.print(table)
+
+
 def _metadata(metadata: Mapping[str, Any]) -> str:
     """One line a field, the first few; all of it is in the JSON."""
     lines = [snippet(f"{key}={value}", characters=60) for key, value in metadata.items()]

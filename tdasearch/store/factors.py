@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -53,6 +54,57 @@ def save_factors(index_path: Path, factors: Mapping[str, ModuleFactors]) -> str:
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: cannot be written: {error}; check free space and permissions, then run again") from error
     return sha256_of(path)
+
+
+@dataclass(frozen=True, slots=True)
+class FactorShape:
+    """The shape of one module's factors.
+
+    Attributes:
+        out_dim: O.
+        in_dim: I.
+        rotated_out: Whether the outputs have an eigenbasis.
+        rotated_in: Whether the inputs have one.
+        leader: The module whose activation eigenbasis this one shares: itself, or another that reads the same tensor.
+    """
+
+    out_dim: int
+    in_dim: int
+    rotated_out: bool
+    rotated_in: bool
+    leader: str
+
+
+def factor_shapes(index_path: Path) -> dict[str, FactorShape]:
+    """Read the shapes of the factors, and none of their numbers.
+
+    Args:
+        index_path: The index's folder.
+
+    Returns:
+        Each module's.
+
+    Raises:
+        StoreError: The file is missing or damaged.
+    """
+    path = index_path / FILE_NAME
+    try:
+        with safe_open(path, framework="pt") as file:
+            readers: dict[str, str] = json.loads(file.metadata()["readers"])
+            present = set(file.keys())
+            shapes = {name: file.get_slice(f"{name}/eigenvalues").get_shape() for name in readers}
+    except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: not a file of factors: {error}; build the index again") from error
+    return {
+        name: FactorShape(
+            out_dim=shapes[name][0],
+            in_dim=shapes[name][1],
+            rotated_out=f"{name}/gradient_eigenvectors" in present,
+            rotated_in=f"{leader}/activation_eigenvectors" in present,
+            leader=leader,
+        )
+        for name, leader in readers.items()
+    }
 
 
 def load_factors(index_path: Path, *, fingerprint: str, device: torch.device | str = "cpu") -> dict[str, ModuleFactors]:
