@@ -108,7 +108,7 @@ def test_build_add_search_info_in_a_shell(model: Path, tmp_path: Path) -> None:
 
     def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tdasearch", *map(str, arguments)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -126,7 +126,10 @@ def test_build_add_search_info_in_a_shell(model: Path, tmp_path: Path) -> None:
     assert {"rank", "score", "document_id", "text", "metadata", "rescored"} <= rows[0].keys()
     assert [row["score"] for row in rows] == sorted((row["score"] for row in rows), reverse=True)
     assert {row["document_id"]: row["metadata"] for row in rows}["new"] == {"language": "en"}
-    assert rows == output_rows("search", tmp_path / "x.tda", "--prompt", "The old", "--completion", " fox", "-k", 13, "--json")
+    again = output_rows("search", tmp_path / "x.tda", "--prompt", "The old", "--completion", " fox", "-k", 13, "--json")
+    # Another process may sum in another order (threads, the route of a product), so float32 scores agree up to rounding.
+    assert [row.pop("score") for row in rows] == pytest.approx([row.pop("score") for row in again], rel=1e-5)
+    assert rows == again
 
 
 def test_what_info_says(model: Path, tmp_path: Path) -> None:
