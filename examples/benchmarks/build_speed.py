@@ -65,15 +65,15 @@ class Row:
         name: What was run.
         ratios: CPU seconds over the plain pass's, a repeat.
         recall: Of the codes, where they were measured.
+        parts: Of a build: its parts, which add up to it, and what it would be at a fit of 1,000 documents, computed.
         error: Why there are no figures.
-        computed: Whether the ratio was not measured but computed of measured ones.
     """
 
     name: str
     ratios: list[float] = field(default_factory=list)
     recall: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    computed: bool = False
 
     def __str__(self) -> str:
         if self.error:
@@ -84,7 +84,9 @@ class Row:
             text += f" ({min(self.ratios):.2f}-{max(self.ratios):.2f})"
         if self.name in BARS and median > BARS[self.name]:
             text += ", misses its bar"
-        return text + "".join(f"; recall {value:.3f}" for name, value in self.recall.items() if name == "2 percent")
+        if self.recall:
+            text += f"; recall {self.recall['2 percent']:.2f}"
+        return text + (": " if self.parts else "") + ", ".join(f"{name} {value:.2f}" for name, value in self.parts.items())
 
 
 def main() -> None:
@@ -184,26 +186,22 @@ def _builds(
             )
             parts["whole"] = workload.cpu_seconds() - started
         after = plain(thirds[number + 1])
-        rows += _build_rows(plan, parts, (before + after) / 2, arguments.fit_documents)
+        rows.append(_build_row(plan, parts, (before + after) / 2, arguments.fit_documents))
         before = after
     return indexes, rows
 
 
-def _build_rows(plan: str, parts: dict[str, float], plain: float, fit_documents: int) -> list[Row]:
+def _build_row(plan: str, parts: dict[str, float], plain: float, fit_documents: int) -> Row:
     eigen = parts["eigendecompositions"]
     times = max(1.0, DEFAULT_FIT_DOCUMENTS / fit_documents)  # of the fit, the corpus, and all of the work but this part
     seconds = {
-        "whole": parts["whole"],
         "fit's passes": parts["fit"] - eigen,
         "eigendecompositions": eigen,
-        "encode": parts["encode"],
+        "encoding": parts["encode"],
         "rest": parts["whole"] - parts["fit"] - parts["encode"],
+        f"computed for a fit of {DEFAULT_FIT_DOCUMENTS:,}": parts["whole"] - eigen + eigen / times,
     }
-    rows = [
-        Row(f"build, {plan}" if part == "whole" else f"of it {part}, {plan}", [taken / plain]) for part, taken in seconds.items()
-    ]
-    larger = (parts["whole"] - eigen + eigen / times) / plain
-    return [*rows, Row(f"build, {plan}, computed for a fit of {DEFAULT_FIT_DOCUMENTS:,}", [larger], computed=True)]
+    return Row(f"build, {plan}", [parts["whole"] / plain], parts={part: taken / plain for part, taken in seconds.items()})
 
 
 @contextmanager
